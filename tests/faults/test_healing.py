@@ -103,6 +103,13 @@ def test_a_replacement_joins_with_the_state_of_its_peers_and_may_die_too(train: 
     assert equal_parts(run.folder) == undisturbed(*options[1:])
 
 
+def test_a_spare_takes_the_place_of_a_dead_rank_in_the_same_change(train: Any, undisturbed: Any) -> None:
+    run = train(*OPTIONS, *FOUR, HEAL, "cluster.spares=2", faults(kill(1, 5), kill(4, 14)))
+    assert run.code == 0, run.error
+    assert memberships(run.folder) == [[0, 1, 2, 3], [0, 2, 3, 4], [0, 2, 3, 5]]
+    assert equal_parts(run.folder) == undisturbed()
+
+
 def test_a_rank_that_hangs_is_left_behind_after_its_bound(train: Any, undisturbed: Any) -> None:
     run = train(*OPTIONS, *FOUR, HEAL, "cluster.timeout=4", faults({"action": "stop", "rank": 1, "step": 9}))
     assert run.code == 0, run.error
@@ -225,6 +232,7 @@ def test_signals_still_save_and_end_a_gang_that_has_healed(
         (("strategy.reduce=hierarchical",), "lost with a process"),
         (("cluster=torchrun",), "does not tell processes which others live"),
         (("cluster.min_processes=5",), "more than the 4 processes"),
+        (("strategy.on_failure=restart", "cluster.spares=1"), "nobody waits for them"),
         (("strategy.on_failure=heel",), "heal"),
     ],
 )

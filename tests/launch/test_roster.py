@@ -85,7 +85,21 @@ def test_processes_that_lose_each_other_alone_meet_again(four: Processes) -> Non
     assert four.membership.members == (0, 1, 2, 3)
 
 
+def test_a_spare_waits_and_takes_the_place_of_the_next_that_dies(four: Processes) -> None:
+    four.stop(4)
+    four.stop(5)
+    four.settle()
+    assert not four.is_told_to_stop(0)
+    four.roster.lose(5, "a spare dies, too")
+    assert not four.is_told_to_stop(0)
+    four.roster.lose(1, "gone")
+    for rank in (0, 2, 3):
+        four.stop(rank, 7)
+    assert four.membership == Membership(2, (0, 2, 3, 4), (7, 7, 7, NEWCOMER), {5: "a spare dies, too", 1: "gone"})
+
+
 def test_a_newcomer_waits_until_all_have_settled_and_comes_last(four: Processes) -> None:
+    four.roster.target = 5
     four.stop(4)
     assert not four.is_told_to_stop(0)
     four.settle()
@@ -162,6 +176,7 @@ def test_random_histories_end_in_a_membership_of_all_that_live(seed: int) -> Non
 
     def join() -> None:
         nonlocal newest
+        processes.roster.target += 1
         alive.add(newest)
         waiting.add(newest)
         newest += 1

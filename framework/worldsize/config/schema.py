@@ -53,7 +53,8 @@ class ClusterSchema:
     first: refuse or warn. For planning: ``device_memory`` in bytes that a process may fill (default: what this machine
     has), ``price_per_hour`` of a node. ``mtbf_hours``: mean hours between two failures of a node, for planning and for
     ``checkpoint.every=auto``. ``spot_market``: price and hours between failures, reclaims among them, of a spot node.
-    ``min_processes``: least processes with which a run goes on whose strategy heals (``strategy.on_failure=heal``).
+    For a strategy that heals (``strategy.on_failure=heal``): ``min_processes``, with which it goes on at least, and
+    ``spares``: further processes, which wait to take the places of those that die.
     """
 
     name: str = MISSING
@@ -74,6 +75,7 @@ class ClusterSchema:
     mtbf_hours: Annotated[float | None, Range(above=0)] = None
     spot_market: SpotSchema = field(default_factory=SpotSchema)
     min_processes: Annotated[int | None, Range(least=1)] = None
+    spares: Annotated[int, Range(least=0, most=256)] = 0
     links: dict[str, LinkSchema] = field(default_factory=dict)
 
 

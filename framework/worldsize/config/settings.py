@@ -20,6 +20,7 @@ from worldsize.config.sections import (
     RunConfig,
     TrainingConfig,
 )
+from worldsize.config.shape import check_heals
 from worldsize.core import (
     AgentLauncher,
     BatchLauncher,
@@ -147,7 +148,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     roles = strategy.roles(cluster)
     run = RunConfig.of(config["run"])
     launcher = launcher_of(config["launcher"], config)
-    _check_heals(roles, cluster, launcher)
+    check_heals(roles, cluster, launcher)
     if run.examine:
         roles = {"worker": Role(cluster.processes)}  # all processes take part
     parts = strategy.data_parallel(cluster)
@@ -270,6 +271,7 @@ def _cluster(node: Mapping[str, Any], threads: int | None) -> Cluster:
         mtbf_hours=node.get("mtbf_hours"),
         spot_market=_spot(node.get("spot_market") or {}),
         min_processes=node.get("min_processes"),
+        spares=node.get("spares", 0),
     )
 
 
@@ -319,19 +321,6 @@ def logical_ranks_wanted(config: Mapping[str, Any]) -> int:
 
 def _wanted_ranks(config: Mapping[str, Any], strategy: Strategy, cluster: Cluster) -> int:
     return config.get("logical_ranks") or strategy.data_parallel(cluster) * strategy.default_micro_batches
-
-
-def _check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: AnyLauncher) -> None:
-    """Raise ConfigError if processes are to go on without those that die, and nothing would tell them."""
-    if not any(role.restart == "heal" for role in roles.values()):
-        return
-    if cluster.nodes > 1 or not launcher.heals:
-        raise ConfigError(
-            f"strategy.on_failure=heal: {type(launcher).__name__} on {cluster.nodes} nodes does not tell processes "
-            "which others live. Set strategy.on_failure=restart, or train on one node (cluster=laptop or node)."
-        )
-    if (least := cluster.min_processes or 1) > cluster.processes:
-        raise ConfigError(f"cluster.min_processes={least} is more than the {cluster.processes} processes of the run.")
 
 
 def _check_divisible(total: int, *, workers: int, batch: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from worldsize.core import Cluster, LaunchMethod, Role
 from worldsize.errors import ConfigError
 
 
@@ -62,3 +63,18 @@ def _processes(cluster: Mapping[str, Any], nodes: int, gpus: int) -> int:
         if cluster["device"] == "cuda":
             check_gpus(1, gpus)
     return total if total is not None else (per_node or 0) * nodes
+
+
+def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMethod) -> None:
+    """Raise ConfigError if processes are to go on without those that die, and nothing would tell them."""
+    if not any(role.restart == "heal" for role in roles.values()):
+        if cluster.spares:
+            raise ConfigError(f"cluster.spares={cluster.spares}: nobody waits for them. Set strategy.on_failure=heal.")
+        return
+    if cluster.nodes > 1 or not launcher.heals:
+        raise ConfigError(
+            f"strategy.on_failure=heal: {type(launcher).__name__} on {cluster.nodes} nodes does not tell processes "
+            "which others live. Set strategy.on_failure=restart, or train on one node (cluster=laptop or node)."
+        )
+    if (least := cluster.min_processes or 1) > cluster.processes:
+        raise ConfigError(f"cluster.min_processes={least} is more than the {cluster.processes} processes of the run.")

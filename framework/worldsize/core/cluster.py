@@ -63,6 +63,7 @@ class Cluster:
         mtbf_hours: Mean hours between two failures of one node; None: not known.
         spot_market: What nodes of this kind cost and how often they fail on the spot market; None: not known.
         min_processes: Least processes with which a run that heals goes on; None: 1.
+        spares: Further processes of a run that heals, which wait to take the places of those that die.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Cluster:
     mtbf_hours: float | None = None
     spot_market: Spot | None = None
     min_processes: int | None = None
+    spares: int = 0
 
     @property
     def processes_per_node(self) -> int:

@@ -21,13 +21,14 @@ class MembershipServer:
     """The roster of one host's gang, and the pipes to its processes.
 
     ``members``: the processes, which have been started; ``patience``: seconds that one has to stop before it counts as
-    hung, and is killed; ``most``: as many processes can train.
+    hung, and is killed; ``most``: as many processes can train; ``spares``: the last of the processes wait until others
+    die.
     """
 
-    def __init__(self, members: Members, *, patience: float, most: int) -> None:
+    def __init__(self, members: Members, *, patience: float, most: int, spares: int = 0) -> None:
         self._members, self._most = members, most
-        first = tuple(self._rank(member) for member in members.current)
-        self._roster = Roster(first, self._tell, patience)
+        ranks = [self._rank(member) for member in members.current]
+        self._roster = Roster(tuple(ranks[: len(ranks) - spares]), self._tell, patience)
 
     @property
     def records(self) -> Sequence[MembershipRecord]:
@@ -61,14 +62,21 @@ class MembershipServer:
         else:
             self._roster.has_ended(self._rank(member))
 
-    def check_room(self, count: int) -> None:
-        """Raise ConfigError if ``count`` more processes would leave some without a logical rank."""
-        alive = len(self._members.alive())
-        if alive + count > self._most:
+    def make_room(self, count: int) -> None:
+        """Let ``count`` more processes train; raise ConfigError if some would have no logical rank."""
+        wanted = self._roster.target
+        if wanted + count > self._most:
             raise ConfigError(
-                f"the run has {self._most} logical ranks, which {self._most} processes can share at most; {alive} "
-                f"train. Add at most {max(0, self._most - alive)}, or start a run with more logical_ranks."
+                f"the run has {self._most} logical ranks, which {self._most} processes can share at most; {wanted} "
+                f"train. Add at most {self._most - wanted}, or start a run with more logical_ranks."
             )
+        self._roster.target += count
+
+    def training(self, alive: Sequence[Member]) -> list[Member]:
+        """Return those of ``alive`` that train, without spares and without those that are about to leave."""
+        return [
+            each for each in alive if self._rank(each) in self._roster.members and each not in self._members.leaving
+        ]
 
     def ask_to_leave(self, member: Member) -> None:
         """Let the others go on without ``member``, which then ends."""

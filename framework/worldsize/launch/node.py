@@ -58,12 +58,17 @@ class NodeLauncher(LaunchMethod):
         try:
             for rank in range(first, first + rendezvous.local_size):
                 members.add(*role_of(rank, plan.roles))
+            for spare in range(plan.cluster.spares):
+                members.add(*role_of(plan.world_size + spare, plan.roles))
         except BaseException:
             members.kill()  # it would wait for ranks that never start
             shutil.rmtree(rendezvous.folder, ignore_errors=True)
             raise
         heals = any(role.restart == "heal" for role in plan.roles.values())
-        server = MembershipServer(members, patience=plan.cluster.timeout, most=plan.logical_ranks) if heals else None
+        server = None
+        if heals:
+            cluster, most = plan.cluster, plan.logical_ranks
+            server = MembershipServer(members, patience=cluster.timeout, most=most, spares=cluster.spares)
         return Gang(run, members, rendezvous.folder, graces, terminal=terminal, leads=node.rank == 0, server=server)
 
 

@@ -28,7 +28,7 @@ class Resize:
         """
         role, members = self._role(), self._members
         if self._server:
-            self._server.check_room(count)
+            self._server.make_room(count)
         taken = [member.rank for member in (*members.current, *members.lost) if member.role == role]
         first = max(max(taken) + 1, members.roles[role].processes)
         names: list[str] = []
@@ -45,6 +45,7 @@ class Resize:
         """Ask the ``count`` newest processes to leave; return their names."""
         role = self._role()
         alive = [member for member in self._members.alive() if member.role == role]
+        alive = self._server.training(alive) if self._server else alive
         must_stay = self._members.roles[role].min_processes or (1 if self._server else 0)
         if len(alive) - count < must_stay:
             raise ConfigError(f"of {len(alive)} {role}s at least {must_stay} must stay. Remove fewer.")

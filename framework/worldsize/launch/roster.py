@@ -23,19 +23,23 @@ class Roster:
     leave, it ends once all members have trained a few steps in it. Then every member is told to stop, answers with the
     last step that it has completed, and the next membership begins with those that have answered.
 
+    As many train as ``target`` says, as long as so many live. Further processes that are ready wait as spares, and take
+    the places of those that die.
+
     Args:
-        first: Global ranks of the processes with which the gang begins.
+        members: Global ranks of the processes that train, at first of those with which the gang begins.
         tell: Sends a message to a process, given its global rank.
         patience: Seconds that a member has to stop before it counts as hung.
     """
 
-    first: tuple[int, ...]
+    members: tuple[int, ...]
     tell: Callable[[int, Message], None]
     patience: float
     number: int = 0
     """Number of the present membership, or of the last one; 0: none has begun."""
     records: list[MembershipRecord] = field(default_factory=list)
-    _members: tuple[int, ...] = ()  # of that membership, without those that died or left
+    target: int = 0
+    """Number of processes that are to train."""
     _stopped: dict[int, int] = field(default_factory=dict)  # the step of each process that waits for the next one
     _leaving: set[int] = field(default_factory=set)
     _begun: dict[int, bool] = field(default_factory=dict)  # members that train; True: they have trained a few steps
@@ -44,20 +48,20 @@ class Roster:
     _since: float | None = field(default_factory=time.monotonic)  # when members were told to stop; None: they train
 
     def __post_init__(self) -> None:
-        self._members = self.first
+        self.target = len(self.members)
 
     def take(self, rank: int, message: Message) -> None:
         """Take a message of a process."""
         match message:
             case {"stopped": int(), "step": int(step)}:
                 self._stopped[rank] = step
-                if rank in self._members:
+                if rank in self.members:
                     self._end()
             case {"lost": int(number)} if number == self.number:
                 self._end()
             case {"began": int(number)} if number == self.number:
                 self._begun[rank] = False
-                if self.records[-1]["began"] is None and self._begun.keys() >= set(self._members):
+                if self.records[-1]["began"] is None and self._begun.keys() >= set(self.members):
                     self.records[-1]["began"] = time.time()
             case {"trained": int(number)} if number == self.number:
                 self._begun[rank] = True
@@ -69,18 +73,19 @@ class Roster:
         self._drop(rank)
 
     def leave(self, rank: int) -> None:
-        """Go on without a process, which ends by itself when it learns that it is no member any more."""
+        """Go on without a member, which ends by itself when it learns that it is none any more."""
+        self.target -= 1
         self._leaving.add(rank)
         self._change()
 
     def has_ended(self, rank: int) -> None:
         """Record that a process has ended without an error: it has left, or all training is done."""
-        self._is_complete |= rank in self._members and rank not in self._leaving
+        self._is_complete |= rank in self.members and rank not in self._leaving
         self._leaving.discard(rank)
         self._stopped.pop(rank, None)
-        self._members = tuple(member for member in self._members if member != rank)
+        self.members = tuple(member for member in self.members if member != rank)
         if self._is_complete:
-            for newcomer in [each for each in self._stopped if each not in self._members]:
+            for newcomer in [each for each in self._stopped if each not in self.members]:
                 del self._stopped[newcomer]
                 self.tell(newcomer, Membership(self.number, ()).message())
 
@@ -88,7 +93,7 @@ class Roster:
         """Return the members that were told to stop longer ago than ``patience`` and have not answered."""
         if self.seconds_left != 0:
             return []
-        return [rank for rank in self._members if rank not in self._stopped]
+        return [rank for rank in self.members if rank not in self._stopped]
 
     @property
     def seconds_left(self) -> float | None:
@@ -100,14 +105,20 @@ class Roster:
     def _drop(self, rank: int) -> None:
         self._stopped.pop(rank, None)
         self._leaving.discard(rank)
-        self._members = tuple(member for member in self._members if member != rank)
-        self._end()
+        if rank in self.members:
+            self.members = tuple(member for member in self.members if member != rank)
+            self._end()
         self._form()
+
+    def _next_members(self) -> tuple[int, ...]:
+        """Return the members of the next membership: those that stay, then newcomers for the places that are free."""
+        staying = [rank for rank in self.members if rank not in self._leaving]
+        newcomers = [rank for rank in self._stopped if rank not in self.members]
+        return (*staying, *newcomers[: max(0, self.target - len(staying))])
 
     def _change(self) -> None:
         """End the membership if somebody waits to join or to leave and all members have trained; begin the next one."""
-        newcomers = any(rank not in self._members for rank in self._stopped)
-        if (newcomers or self._leaving) and all(self._begun.get(rank) for rank in self._members):
+        if self._next_members() != self.members and all(self._begun.get(rank) for rank in self.members):
             self._end()
         self._form()
 
@@ -116,16 +127,15 @@ class Roster:
         if self._since is not None:
             return
         self._since = time.monotonic()
-        for rank in self._members:
+        for rank in self.members:
             if rank not in self._stopped:
                 self.tell(rank, {"stop": self.number})
 
     def _form(self) -> None:
         """Begin the next membership if all members of the last one, and at first all processes, have stopped."""
-        if self._since is None or any(rank not in self._stopped for rank in self._members):
+        if self._since is None or any(rank not in self._stopped for rank in self.members):
             return
-        newcomers = [rank for rank in self._stopped if rank not in self._members]
-        members = tuple(rank for rank in (*self._members, *newcomers) if rank not in self._leaving)
+        members = self._next_members()
         if self._is_complete:
             members = ()
         elif not members:
@@ -136,9 +146,11 @@ class Roster:
         membership = Membership(self.number, members, steps, dict(self._lost))
         if members:
             self.records.append(_record(membership, self._leaving, ended))
-        for rank in self._stopped:  # those that leave learn it from the list
+        spares = set() if self._is_complete else self._stopped.keys() - {*self.members, *members}
+        for rank in self._stopped.keys() - spares:  # those that leave learn it from the list
             self.tell(rank, membership.message())
-        self._members, self._stopped, self._lost = members, {}, {}
+        self._stopped = {rank: step for rank, step in self._stopped.items() if rank in spares}
+        self.members, self._lost = members, {}
         self._leaving.clear()
         self._begun.clear()
 
