@@ -44,7 +44,8 @@ class Resize:
     def shrink(self, count: int) -> list[str]:
         """Ask the ``count`` newest processes to leave; return their names."""
         role = self._role()
-        alive = [member for member in self._members.alive() if member.role == role]
+        stay = [member for member in self._members.alive() if member not in self._members.leaving]
+        alive = [member for member in stay if member.role == role]
         must_stay = self._members.roles[role].min_processes or (1 if self._server else 0)
         if len(alive) - count < must_stay:
             raise ConfigError(f"of {len(alive)} {role}s at least {must_stay} must stay. Remove fewer.")

@@ -13,6 +13,8 @@ from worldsize.world.membership import Membership, Message
 
 _logger = logging.getLogger(__name__)
 
+_MOST_REPEATS = 3  # memberships of the same members from the same step on: the program itself fails
+
 
 @final
 @dataclass
@@ -49,11 +51,13 @@ class Roster:
     def take(self, rank: int, message: Message) -> None:
         """Take a message of a process."""
         match message:
+            case {"stopped": int()} if rank in self._leaving and rank not in self._members:
+                self._send_off(rank)
             case {"stopped": int(), "step": int(step)}:
                 self._stopped[rank] = step
                 if rank in self._members:
                     self._end()
-            case {"lost": int(number)} if number == self.number:
+            case {"lost": int(number)} if number == self.number and not self._is_futile():
                 self._end()
             case {"trained": int(number)} if number == self.number:
                 self._trained.add(rank)
@@ -61,24 +65,28 @@ class Roster:
 
     def lose(self, rank: int, cause: str) -> None:
         """Go on without a process that died, of ``cause``."""
-        self._lost[rank] = cause
+        if rank in self._members:
+            self._lost[rank] = cause
         self._drop(rank)
 
     def leave(self, rank: int) -> None:
         """Go on without a process, which ends by itself when it learns that it is no member any more."""
         self._leaving.add(rank)
+        if rank in self._stopped and rank not in self._members:
+            self._send_off(rank)
         self._change()
 
     def has_ended(self, rank: int) -> None:
         """Record that a process has ended without an error: it has left, or all training is done."""
-        self._is_complete |= rank in self._members and rank not in self._leaving
-        self._leaving.discard(rank)
+        if rank in self._leaving or rank not in self._members:
+            self._drop(rank)
+            return
+        self._is_complete = True
         self._stopped.pop(rank, None)
         self._members = tuple(member for member in self._members if member != rank)
         if self._is_complete:
             for newcomer in [each for each in self._stopped if each not in self._members]:
-                del self._stopped[newcomer]
-                self.tell(newcomer, Membership(self.number, ()).message())
+                self._send_off(newcomer)
 
     def late(self) -> list[int]:
         """Return the members that were told to stop longer ago than ``patience`` and have not answered."""
@@ -94,16 +102,29 @@ class Roster:
         return max(0.0, self._since + self.patience - time.monotonic())
 
     def _drop(self, rank: int) -> None:
+        """Go on without a process that has ended; if it was no member, the membership stays."""
         self._stopped.pop(rank, None)
         self._leaving.discard(rank)
-        self._members = tuple(member for member in self._members if member != rank)
-        self._end()
+        if rank in self._members:
+            self._members = tuple(member for member in self._members if member != rank)
+            self._end()
         self._form()
+
+    def _is_futile(self) -> bool:
+        """Return whether memberships have ended at the same step again and again, though nobody was lost."""
+        newest = [(each["members"], each["first"]) for each in self.records[-_MOST_REPEATS:]]
+        return not self._trained and newest == newest[-1:] * _MOST_REPEATS
+
+    def _send_off(self, rank: int) -> None:
+        """Let a process end that waits to join."""
+        self._stopped.pop(rank, None)
+        self._leaving.discard(rank)
+        self.tell(rank, Membership(self.number, ()).message())
 
     def _change(self) -> None:
         """End the membership if somebody waits to join or to leave and all members have trained; begin the next one."""
         newcomers = any(rank not in self._members for rank in self._stopped)
-        if (newcomers or self._leaving) and self._trained.issuperset(self._members):
+        if (newcomers or self._leaving.intersection(self._members)) and self._trained.issuperset(self._members):
             self._end()
         self._form()
 
@@ -130,11 +151,11 @@ class Roster:
         self.number, self._since = self.number + 1, None
         membership = Membership(self.number, members, steps, dict(self._lost))
         if members:
-            self.records.append(_record(membership, self._leaving))
+            self.records.append(_record(membership, self._leaving.intersection(self._stopped)))
         for rank in self._stopped:  # those that leave learn it from the list
             self.tell(rank, membership.message())
+        self._leaving.difference_update(self._stopped)
         self._members, self._stopped, self._lost = members, {}, {}
-        self._leaving.clear()
         self._trained.clear()
 
 
