@@ -164,5 +164,6 @@ class HealingMember:
 
 
 def _changed(now: Membership, before: Membership | None, step: int, seconds: float) -> MembershipChanged:
-    joined = tuple(rank for rank in now.members if before is not None and rank not in before.members)
+    stayed = () if before is None else [rank for rank in before.members if rank not in now.lost]
+    joined = () if before is None else tuple(rank for rank in now.members if rank not in stayed)
     return MembershipChanged(step, now.number, now.members, dict(now.lost), joined, seconds)
