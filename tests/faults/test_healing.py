@@ -131,7 +131,7 @@ def test_a_save_in_flight_of_one_process_and_a_newcomer_do_not_meet(train: Any, 
 
 
 def test_a_replacement_may_fail_by_an_error_of_its_own_again(train: Any) -> None:
-    """At another step it is no error that all would meet; and the record has the cause of each."""
+    """An error at another step is not one that all would meet, and the record has the cause of each."""
     slow = {"action": "slow", "rank": None, "seconds": 0.05, "attempt": None}
     first = {"action": "raise", "rank": 2, "step": 6}
     again = {"action": "raise", "rank": 2, "step": 28, "point": "step:compute", "attempt": 2}
