@@ -151,7 +151,7 @@ def terminate(times: int, chance: random.Random) -> None:
     report(disturbed, undisturbed(options(steps)))
 
 
-def cost(times: int, _: random.Random) -> None:
+def cost(times: int, chance: random.Random) -> None:
     """Compare the time of a step of 10 M parameters that heals or restarts, in pairs of runs one after the other."""
     lm = ["recipe=stdlib_lm", "recipe.width=384", "recipe.depth=5", "recipe.context=64", "recipe.test_bytes=2000"]
     common = [*lm, "cluster.processes=2", "cluster.threads=1", "batch_size=8", "steps=60", "reproducibility=elastic"]
@@ -169,9 +169,8 @@ def step_seconds(arguments: list[str]) -> float:
         start(Path(name), "train", *arguments).wait()
         (path,) = Path(name).rglob("metrics.jsonl")
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        return statistics.median(
-            max(row["step_seconds"]) for row in rows if row["event"] == "step" and row["step"] > 10
-        )
+        steps = [row for row in rows if row["event"] == "step" and row["step"] > 10]
+        return float(statistics.median(max(row["step_seconds"]) for row in steps))
 
 
 def intervals(times: int, chance: random.Random) -> None:

@@ -118,6 +118,39 @@ def test_a_rank_that_hangs_is_left_behind_after_its_bound(train: Any, undisturbe
     assert equal_parts(run.folder) == undisturbed()
 
 
+def test_a_rank_that_is_busy_with_something_else_is_waited_for(train: Any) -> None:
+    """It may read data, or write to a slow disk: that ends, other than a wait for a peer that is gone."""
+    asleep = {"action": "sleep", "rank": 2, "step": 9, "seconds": 3}
+    run = train(*OPTIONS, *FOUR, HEAL, faults(kill(1, 9), asleep))
+    assert run.code == 0, run.error
+    assert memberships(run.folder) == [[0, 1, 2, 3], [0, 2, 3]]
+
+
+def test_a_save_in_flight_of_one_process_and_a_newcomer_do_not_meet(train: Any, undisturbed: Any) -> None:
+    """The save goes on, alone, while the newcomer trains and the two of them save."""
+    slow = {"action": "slow", "rank": None, "seconds": 0.05, "attempt": None}
+    options = ("steps=36", "checkpoint.every=3", "cluster.processes=2", "cluster.timeout=20")
+    busy = {"action": "sleep", "rank": 0, "step": 3, "point": "checkpoint:after-rename", "seconds": 2}
+    run = train(*OPTIONS, *FOUR, HEAL, *options, "launcher.max_restarts=1", faults(kill(1, 3), busy, slow))
+    assert run.code == 0, run.error
+    assert memberships(run.folder) in ([[0, 1], [0], [0, 1]], [[0, 1], [0, 1]])  # the latter if it is very quick
+    assert equal_parts(run.folder) == undisturbed("steps=36", "checkpoint.every=3")
+
+
+def test_a_replacement_may_fail_by_an_error_of_its_own_again(train: Any) -> None:
+    """An error at another step is not one that all would meet, and the record has the cause of each."""
+    slow = {"action": "slow", "rank": None, "seconds": 0.05, "attempt": None}
+    first = {"action": "raise", "rank": 2, "step": 6}
+    again = {"action": "raise", "rank": 2, "step": 28, "point": "step:compute", "attempt": 2}
+    options = ("steps=60", "launcher.max_restarts=1")
+    run = train(*OPTIONS, *FOUR, HEAL, *options, faults(first, again, slow))
+    assert run.code == 0, run.error
+    assert memberships(run.folder)[-1] == [0, 1, 3]
+    (attempt,) = run.json("run_manifest.json")["attempts"]
+    causes = [cause for each in attempt["memberships"] for cause in each["lost"].values()]
+    assert causes == ["RuntimeError: a fault that the configuration planted"] * 2
+
+
 def test_an_error_of_the_program_is_not_tried_on_every_process(train: Any) -> None:
     """One rank's own error is survived; the same step on another rank fails, too, and ends the run with its cause."""
     one = train(*OPTIONS, *FOUR, HEAL, faults({"action": "raise", "rank": 3, "step": 7}))

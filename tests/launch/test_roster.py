@@ -95,7 +95,7 @@ def test_a_spare_waits_and_takes_the_place_of_the_next_that_dies(four: Processes
     four.roster.lose(1, "gone")
     for rank in (0, 2, 3):
         four.stop(rank, 7)
-    assert four.membership == Membership(2, (0, 2, 3, 4), (7, 7, 7, NEWCOMER), {5: "a spare dies, too", 1: "gone"})
+    assert four.membership == Membership(2, (0, 2, 3, 4), (7, 7, 7, NEWCOMER), {1: "gone"})
 
 
 def test_a_newcomer_waits_until_all_have_settled_and_comes_last(four: Processes) -> None:
@@ -128,6 +128,52 @@ def test_one_that_leaves_learns_it_from_the_list(four: Processes) -> None:
     assert [record["left"] for record in four.roster.records] == [[], [3]]
     four.roster.take(0, {"lost": 2})
     assert all(four.is_told_to_stop(rank) for rank in range(3))  # its end was not that of training
+
+
+def test_one_that_dies_instead_of_leaving_is_not_waited_for(four: Processes) -> None:
+    four.settle()
+    four.roster.leave(3)
+    for rank in range(3):
+        four.stop(rank, 5)
+    four.roster.has_ended(3)
+    assert four.membership.members == (0, 1, 2)
+
+
+def test_a_newcomer_that_is_asked_to_leave_never_joins(four: Processes) -> None:
+    """Whether it is asked before it is ready, or while it waits; and its end is not that of training."""
+    four.roster.target = 6
+    four.roster.leave(4)
+    four.stop(4)
+    four.stop(5)
+    four.roster.leave(5)
+    four.settle()
+    assert [four.told[rank][-1]["members"] for rank in (4, 5)] == [[], []]
+    for rank in (4, 5):
+        four.roster.has_ended(rank)
+    four.roster.take(0, {"lost": 1})
+    for rank in range(4):
+        four.stop(rank, 3)
+    assert four.membership == Membership(2, (0, 1, 2, 3), (3, 3, 3, 3))
+
+
+def test_a_newcomer_that_dies_before_it_joins_disturbs_nobody(four: Processes) -> None:
+    four.roster.target = 5
+    four.stop(4)
+    four.roster.lose(4, "killed")
+    four.settle()
+    assert not any(four.is_told_to_stop(rank) for rank in range(4))
+
+
+def test_reports_of_lost_peers_end_no_more_memberships_if_nobody_is_lost_and_nothing_done(four: Processes) -> None:
+    """An error of the program that reads like a lost connection would come back at the same step for ever."""
+    for number in range(1, 9):
+        four.roster.take(2, {"lost": number})
+        for rank in filter(four.is_told_to_stop, range(4)):
+            four.stop(rank, 6)
+    assert four.membership.number == 4
+    four.settle()
+    four.roster.take(2, {"lost": 4})
+    assert four.is_told_to_stop(0)
 
 
 def test_when_one_has_trained_to_the_end_all_others_are_told_so(four: Processes) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from pathlib import Path
 from typing import Any, final
 
@@ -113,9 +114,15 @@ class Saver:
         saved = pending.result()
         return [saved] if saved else []
 
-    def regroup(self, world: World, group: ProcessGroup | None) -> None:
-        """Save together with other ranks from now on; a save in flight is forgotten, which fails without its group."""
-        self._world, self._group, self._pending, self._names = world, group, None, set()
+    def regrouped(self, world: World, group: ProcessGroup | None) -> Saver:
+        """Return the writer that saves together with other ranks from now on, in the same thread.
+
+        A save in flight keeps its ranks, its group, without which it fails, and its copies; nobody asks for its end.
+        """
+        other = copy(self)
+        other._world, other._group, other._pending, other._names = world, group, None, set()
+        other._buffers = {} if self.is_writing else self._buffers
+        return other
 
     def close(self) -> None:
         """End the thread once the save in flight, if any, has ended."""

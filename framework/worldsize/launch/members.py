@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import final
@@ -46,7 +47,11 @@ class Member:
         return read_beat(self.heartbeat)
 
     def ending(self) -> Ending:
-        """Collect the exit code and error of the process, which has ended."""
+        """Collect the exit code and error of the process, which has ended; its files are read once."""
+        return self._ending
+
+    @cached_property
+    def _ending(self) -> Ending:
         code = self.process.exitcode
         assert code is not None
         return Ending(self.role, self.rank, code, self._error(), self.beat, self.log)
@@ -161,13 +166,13 @@ class Members:
 
     def _heal(self, member: Member, *, is_ending: bool) -> None:
         """Go on without a failed process, or restart it too, unless its error is one that met another at that step."""
-        beat, error = member.beat, member.ending().error
-        errors = [lost.beat.step for lost in self.lost if lost.beat and lost.ending().error]
+        ending = member.ending()  # before its files become those of the process that takes its place
+        errors = [lost.beat for lost in map(Member.ending, self.lost) if lost.error]
         if is_ending:  # the others have done all steps, or saved
             self.ended.remove(member)
             self.current.remove(member)
             self.lost.append(member)
-        elif not (error and beat and beat.step in errors):
+        elif not ending.error or _step(ending.beat) not in map(_step, errors):
             self._replace(member)
 
     def _replace(self, member: Member) -> None:
@@ -202,6 +207,10 @@ class Members:
                 self.lost.remove(member)
                 self.current.append(member)
                 self.ended.append(member)
+
+
+def _step(beat: Beat | None) -> int | None:
+    return beat.step if beat else None
 
 
 def _starts(lost: Sequence[Member], role: str, rank: int) -> int:

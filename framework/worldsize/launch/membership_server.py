@@ -73,10 +73,11 @@ class MembershipServer:
         self._roster.target += count
 
     def training(self, alive: Sequence[Member]) -> list[Member]:
-        """Return those of ``alive`` that train, without spares and without those that are about to leave."""
-        return [
-            each for each in alive if self._rank(each) in self._roster.members and each not in self._members.leaving
-        ]
+        """Return those of ``alive`` that train or are to join, without spares and those that are about to leave."""
+        here = [each for each in alive if each not in self._members.leaving]
+        members = [each for each in here if self._rank(each) in self._roster.members]
+        coming = [each for each in here if each not in members]
+        return [*members, *coming[: max(0, self._roster.target - len(members))]]
 
     def ask_to_leave(self, member: Member) -> None:
         """Let the others go on without ``member``, which then ends."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -12,6 +12,8 @@ from worldsize.core import MembershipRecord
 from worldsize.world.membership import Membership, Message
 
 _logger = logging.getLogger(__name__)
+
+_MOST_REPEATS = 3  # memberships of the same members from the same step on: the program itself fails
 
 
 @final
@@ -53,11 +55,15 @@ class Roster:
     def take(self, rank: int, message: Message) -> None:
         """Take a message of a process."""
         match message:
+            case {"stopped": int()} if rank in self._leaving and rank not in self.members:
+                self._send_off(rank)
             case {"stopped": int(), "step": int(step)}:
                 self._stopped[rank] = step
                 if rank in self.members:
                     self._end()
-            case {"lost": int(number)} if number == self.number:
+            case {"lost": int(number)} if number == self.number and (
+                any(self._begun.values()) or not _are_equal(self.records)
+            ):
                 self._end()
             case {"began": int(number)} if number == self.number:
                 self._begun[rank] = False
@@ -69,25 +75,28 @@ class Roster:
 
     def lose(self, rank: int, cause: str) -> None:
         """Go on without a process that died, of ``cause``."""
-        self._lost[rank] = cause
+        if rank in self.members:
+            self._lost[rank] = cause
         self._drop(rank)
 
     def leave(self, rank: int) -> None:
-        """Go on without a member, which ends by itself when it learns that it is none any more."""
+        """Go on without a process, which ends by itself when it learns that it is no member any more."""
         self.target -= 1
         self._leaving.add(rank)
+        if rank in self._stopped and rank not in self.members:
+            self._send_off(rank)
         self._change()
 
     def has_ended(self, rank: int) -> None:
         """Record that a process has ended without an error: it has left, or all training is done."""
-        self._is_complete |= rank in self.members and rank not in self._leaving
-        self._leaving.discard(rank)
+        if rank in self._leaving or rank not in self.members:
+            self._drop(rank)
+            return
+        self._is_complete = True
         self._stopped.pop(rank, None)
         self.members = tuple(member for member in self.members if member != rank)
-        if self._is_complete:
-            for newcomer in [each for each in self._stopped if each not in self.members]:
-                del self._stopped[newcomer]
-                self.tell(newcomer, Membership(self.number, ()).message())
+        for newcomer in [each for each in self._stopped if each not in self.members]:
+            self._send_off(newcomer)
 
     def late(self) -> list[int]:
         """Return the members that were told to stop longer ago than ``patience`` and have not answered."""
@@ -103,12 +112,19 @@ class Roster:
         return max(0.0, self._since + self.patience - time.monotonic())
 
     def _drop(self, rank: int) -> None:
+        """Go on without a process that has ended; if it was no member, the membership stays."""
         self._stopped.pop(rank, None)
         self._leaving.discard(rank)
         if rank in self.members:
             self.members = tuple(member for member in self.members if member != rank)
             self._end()
         self._form()
+
+    def _send_off(self, rank: int) -> None:
+        """Let a process end that waits to join."""
+        self._stopped.pop(rank, None)
+        self._leaving.discard(rank)
+        self.tell(rank, Membership(self.number, ()).message())
 
     def _next_members(self) -> tuple[int, ...]:
         """Return the members of the next membership: those that stay, then newcomers for the places that are free."""
@@ -145,13 +161,13 @@ class Roster:
         self.number, self._since = self.number + 1, None
         membership = Membership(self.number, members, steps, dict(self._lost))
         if members:
-            self.records.append(_record(membership, self._leaving, ended))
+            self.records.append(_record(membership, self._leaving.intersection(self._stopped), ended))
         spares = set() if self._is_complete else self._stopped.keys() - {*self.members, *members}
         for rank in self._stopped.keys() - spares:  # those that leave learn it from the list
             self.tell(rank, membership.message())
+        self._leaving.difference_update(self._stopped)
         self._stopped = {rank: step for rank, step in self._stopped.items() if rank in spares}
         self.members, self._lost = members, {}
-        self._leaving.clear()
         self._begun.clear()
 
 
@@ -165,3 +181,9 @@ def _record(membership: Membership, left: set[int], ended: float) -> MembershipR
         "ended": ended,
         "began": None,
     }
+
+
+def _are_equal(records: Sequence[MembershipRecord]) -> bool:
+    """Return whether memberships have ended at the same step again and again, though nobody was lost."""
+    newest = [(each["members"], each["first"]) for each in records[-_MOST_REPEATS:]]
+    return newest == newest[-1:] * _MOST_REPEATS

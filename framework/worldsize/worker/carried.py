@@ -55,10 +55,10 @@ class Carried:
     def saver(self, run: RunDirectory, world: World, group: ProcessGroup | None) -> Saver:
         """Return the writer of checkpoints, for the ranks of ``world``, in whose ``group`` nothing else communicates.
 
-        It is the same one in each membership, so that a save that was interrupted ends before the next begins.
+        They have one thread in all memberships, so that a save that was interrupted ends before the next begins.
         """
         if self._saver is not None:
-            self._saver.regroup(world, group)
+            self._saver = self._saver.regrouped(world, group)
             return self._saver
         self._saver = Saver(
             run.checkpoints,
@@ -83,7 +83,7 @@ class Carried:
 
     def tell_started(self, event: RunStarted, listeners: list[Listener]) -> None:
         """Tell those of ``listeners`` that do not know it that the run has started."""
+        before, self._told = self._told, [*listeners]  # none but these, since others keep their groups alive
         for listener in listeners:
-            if not any(listener is told for told in self._told):
-                self._told.append(listener)
+            if not any(listener is told for told in before):
                 listener(event)

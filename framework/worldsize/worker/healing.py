@@ -135,7 +135,7 @@ class HealingMember:
             state = self._replica.state()
             if world.rank == source and behind:
                 assert world.group is not None
-                send_state(state, {"skipped": progress.skipped}, behind, world.group)
+                send_state(state, {"skipped": progress.skipped}, behind, world.group, world.device)
         replica.load(state)
         self._replica = replica
         carried.progress = TrainingProgress(step, progress.skipped, evaluated, saved)
@@ -147,7 +147,7 @@ class HealingMember:
         if world.group is None:
             return carried.logged
         own = carried.logged.step if carried.logged else 0
-        newest = torch.tensor(own * world.size + world.rank)  # and who has logged it
+        newest = torch.tensor(own * world.size + world.rank, device=world.device)  # and who has logged it
         dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=world.group)
         logged = [carried.logged]
         dist.broadcast_object_list(logged, group=world.group, group_src=int(newest) % world.size)
@@ -164,5 +164,6 @@ class HealingMember:
 
 
 def _changed(now: Membership, before: Membership | None, step: int, seconds: float) -> MembershipChanged:
-    joined = tuple(rank for rank in now.members if before is not None and rank not in before.members)
+    stayed = () if before is None else [rank for rank in before.members if rank not in now.lost]
+    joined = () if before is None else tuple(rank for rank in now.members if rank not in stayed)
     return MembershipChanged(step, now.number, now.members, dict(now.lost), joined, seconds)

@@ -141,10 +141,10 @@ class Training:
         if beats:
             beats.step(last.step)
         self._checkpoints.finish()
-        self._checkpoints.close()
         if last.step < steps and last.stopped_early is None:
             self._checkpoints.check_stop()
-            self._carried.finish()
+            carried.finish()
+            self._checkpoints.close()
             self._emit(RunEnded(last.step, "preempted"))
             replica.close(complete=False)
             return PREEMPTED
@@ -155,6 +155,7 @@ class Training:
         if self._settings.heals and self._world.group is not None:
             dist.barrier(group=self._world.group)  # until here, others take the place of one that dies
         carried.finish()
+        self._checkpoints.close()  # not earlier: whoever takes the place of one that dies may save again
         self._emit(RunEnded(last.step, "completed", summary))
         replica.close(complete=True)
         return 0

@@ -34,6 +34,7 @@ class Connections:
     def __exit__(self, *_: object) -> None:
         self._own = self._opened()
         if self._is_cut:  # in the meantime, when some of them did not exist
+            self._is_cut = False
             self.cut()
 
     def cut(self) -> None:

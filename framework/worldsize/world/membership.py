@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ _LONGEST = 1 << 20  # bytes of a message
 _SETTLED = 3  # the step of a membership at whose beginning all that is made once, such as DDP's buckets, is made
 _STUCK = 2.0  # seconds without computing after which a process that was told to stop is stuck
 _BUSY = 0.01  # seconds of computing in between that show that it is not
+_WAITS_FOR_PEERS = re.compile(r"(torch|worldsize)\.(?!utils\.data|engine|data|world\.)")  # modules
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout|socket", re.IGNORECASE
 )
@@ -183,9 +185,10 @@ class MembershipChannel:
             send(self._pipe, message)
 
     def _end_if_stuck(self) -> None:
-        """End this process if its main thread does nothing, though it was told to stop; the others go on without it.
+        """End this process if its main thread only waits for peers, though it was told to stop; the others go on.
 
-        There are waits, of gloo and others, that nothing ends before their timeout.
+        There are waits, of gloo and others, that nothing ends before their timeout. One that waits for something else,
+        such as data or a disk, has until the launching process counts it as hung.
         """
         if self._is_over:
             return
@@ -193,7 +196,7 @@ class MembershipChannel:
         used, since = time.clock_gettime(clock), time.monotonic()
         while not self._has_stopped.wait(_STUCK / 8):
             now = time.clock_gettime(clock)
-            if now - used > _BUSY:
+            if now - used > _BUSY or not _waits_for_peers():
                 used, since = now, time.monotonic()
             elif time.monotonic() - since > _STUCK:
                 _logger.error("this process does not stop: it waits for something that does not come")
@@ -213,6 +216,12 @@ class MembershipChannel:
                     self._has_ended.clear()
                     self._has_stopped.clear()
                     self._formed.put(membership)
+
+
+def _waits_for_peers() -> bool:
+    """Return whether the main thread is in a function of torch, or in one of the modules here that call collectives."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and _WAITS_FOR_PEERS.match(str(frame.f_globals.get("__name__"))) is not None
 
 
 def _tells_of_lost_peer(error: BaseException) -> bool:
