@@ -149,7 +149,7 @@ class _Loop:
             self._evaluate(first.step)
         is_due, reason = False, self._callbacks.ends_early()
         if reason is not None:
-            if config.save_at_end:  # again, since a save that was in flight may be lost
+            if config.save_at_end and config.logs_at_once:  # a save in flight was lost with the gang before
                 self._save(first.step, evaluated=True)
             return TrainingProgress(first.step, window.skipped, stopped_early=reason)
         for step in range(first.step + 1, config.steps + 1):
