@@ -172,7 +172,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.name.startswith(("test_a_resumed_run_ends_with_the_bits", "test_several_updates_a_step_are")):
             item.add_marker(pytest.mark.bits)
-        if is_heavy(item.path):
+        if is_heavy(item.path) and not item.get_closest_marker("slow"):  # the gate leaves those out
             item.add_marker(pytest.mark.heavy)
         for mark in SAYS:
             if item.get_closest_marker(mark) and not may_have(mark, item.path):
