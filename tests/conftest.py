@@ -167,12 +167,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by their folder, and put first those that may take minutes, of clusters and with a limit of their own.
 
-    The contract's own tests of bits are marked here, since projects that use the contract do not have this mark.
+    The contract's own tests of bits are marked here, since projects that use the contract do not have this mark. Those
+    of a strategy that contract/test_bits.py kills and resumes too are left to that under narrower vectors.
     """
     for item in items:
-        if item.name.startswith(("test_a_resumed_run_ends_with_the_bits", "test_several_updates_a_step_are")):
+        resumes, updates = (
+            item.name.startswith(f"test_{name}") for name in ("a_resumed_run_ends", "several_updates_a")
+        )
+        if updates or (resumes and not item.get_closest_marker("killed")):
             item.add_marker(pytest.mark.bits)
-        if is_heavy(item.path):
+        if is_heavy(item.path) and not item.get_closest_marker("slow"):  # the gate leaves those out
             item.add_marker(pytest.mark.heavy)
         for mark in SAYS:
             if item.get_closest_marker(mark) and not may_have(mark, item.path):

@@ -5,17 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_type_hints
 
 import pytest
 from omegaconf import OmegaConf
 
 from tests.config.golden import REPOSITORY
+from worldsize.config.instantiate import Allowed, resolve
 from worldsize.config.launcher_schema import cluster_schema, launcher_schema, plain_type
-from worldsize.core.launcher import cluster_option
+from worldsize.config.schema import ClusterSchema
+from worldsize.core.launcher import OF_CLUSTER, cluster_option
 
 CLUSTERS = sorted(path.stem for path in (REPOSITORY / "conf" / "cluster").glob("*.yaml"))
+ALSO_OF_LAUNCHERS = {"port"}  # keys of every cluster that a launcher takes too, and means the same by
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,37 @@ def test_each_field_is_a_key_of_the_launcher_or_a_reference_to_the_cluster() -> 
 )
 def test_an_annotation_becomes_a_type_that_is_checked(hint: Any, plain: Any) -> None:
     assert plain_type(hint) == plain
+
+
+@dataclass(frozen=True)
+class Clashing:
+    links: bool = cluster_option(False)
+    port: int = cluster_option(29500)
+
+
+def clashes(launcher: type) -> set[str]:
+    """Return the cluster options of ``launcher`` that are keys of every cluster with another meaning."""
+    every = {each.name: each.default for each in fields(ClusterSchema)}
+    means, own = get_type_hints(ClusterSchema), get_type_hints(launcher)
+    return {
+        each.name
+        for each in fields(launcher)
+        if each.metadata.get(OF_CLUSTER) and each.name in every
+        if each.name not in ALSO_OF_LAUNCHERS
+        or (plain_type(own[each.name]), each.default) != (plain_type(means[each.name]), every[each.name])
+    }
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_no_option_of_a_launcher_is_a_key_of_every_cluster_with_another_meaning(cluster: str) -> None:
+    """``cluster.NAME`` is one key: the launcher would get what the cluster is described by, and not its own option."""
+    target = OmegaConf.load(REPOSITORY / "conf" / "cluster" / f"{cluster}.yaml").launcher._target_
+    assert not clashes(resolve(target, Allowed(), cluster))
+
+
+def test_an_option_of_a_launcher_that_is_a_key_of_every_cluster_is_found_by_its_type_and_default() -> None:
+    assert clashes(Made) == set()
+    assert clashes(Clashing) == {"links", "port"}
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)

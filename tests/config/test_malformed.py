@@ -315,6 +315,13 @@ def test_a_malformed_command_is_refused(place: Place, words: list[str], name: in
     check_refused([there.get(word, word) for word in words], place)
 
 
+@pytest.mark.parametrize(
+    "word", ["run.examine=all", "cluster.timeout=-1", "launcher.save_grace=-1", "launcher.max_restarts=-1"]
+)
+def test_doctor_refuses_a_value_in_whose_place_it_has_one_of_its_own(place: Place, word: str) -> None:
+    check_refused(["doctor", "logger=none", word], place)
+
+
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 @settings(LIGHT, max_examples=160)

@@ -21,7 +21,8 @@ DIGITS = ("recipe=digits", "recipe.width=4", "steps=10", "clip_norm=0.5")
 _NETWORK = ("recipe.width=16", "recipe.depth=2", "recipe.heads=2", "recipe.context=32")
 GPT = ("recipe=stdlib_lm", *_NETWORK, "recipe.test_bytes=2000", "steps=10", "batch_size=12")
 _TABLES = ("recipe.dim=4", "recipe.rows=50", "recipe.bottom=[8,4]", "recipe.top=[8]")
-CLICKS = ("recipe=click_through", *_TABLES, "steps=10", "batch_size=32")
+_SAMPLES = ("data.rows=2000", "data.test_rows=200", "data.categories=500")  # each process makes them anew
+CLICKS = ("recipe=click_through", *_TABLES, *_SAMPLES, "steps=10", "batch_size=32")
 PLAYERS = ("recipe=players", "steps=10", "logical_ranks=4")  # several updates a step
 PACE = ("log_every=3", "evaluate_every=5", "checkpoint.every=4", "checkpoint.keep.last=3", "cluster.threads=1")
 PERTURBED = "{action: perturb, rank: null, attempt: null}"
@@ -52,7 +53,7 @@ ELASTIC = {  # 8 logical ranks, so that most ranks have several micro-batches
     "ddp": (BF16, "strategy=ddp", "cluster.processes=4"),
     "zero": (BF16, "strategy=zero", "cluster.processes=2"),
     "fsdp": (BF16, "strategy=fsdp", "cluster.processes=4"),
-    "hsdp": (BF16, "strategy=hsdp", "strategy.shard=2", "cluster.processes=8"),
+    "hsdp": (BF16, "strategy=hsdp", "strategy.shard=2", "cluster.processes=4"),
     "shards": (BF16, "strategy=hsdp", "strategy.shard=2", "strategy.accumulate=sharded", "cluster.processes=4"),
     "parameter_server": ("strategy=parameter_server", "cluster.processes=3"),
 }

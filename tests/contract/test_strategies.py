@@ -23,12 +23,14 @@ class Held(StrategyContract):
     two_sided = True
 
 
+@pytest.mark.killed
 class TestSingle(Held):
     strategy = Single()
     sizes = (1,)
     impossible = 2
 
 
+@pytest.mark.killed
 class TestDDP(Held):
     strategy = DDP()
     sizes = (3,)
@@ -47,40 +49,47 @@ class TestDDPInInt8AcrossNodes(Held):
     tolerance = 0.05
 
 
+@pytest.mark.killed
 class TestPowerSGD(Held):
     strategy = DDP(compress="powersgd", powersgd_rank=4)
     sizes = (3,)
     tolerance = 0.2
 
 
+@pytest.mark.killed
 class TestZeRO(Held):
     strategy = ZeRO()
     sizes = (3,)
 
 
+@pytest.mark.killed
 class TestFSDP(Held):
     strategy = FSDP()
     sizes = (3,)
 
 
+@pytest.mark.killed
 class TestHSDP(Held):
     strategy = FSDP(shard="node")
     sizes = (4,)
     local_size = 2
 
 
+@pytest.mark.killed
 class TestParameterServer(Held):
     strategy = ParameterServer(servers=2)
     sizes = (2,)
     impossible = 1
 
 
+@pytest.mark.killed
 class TestHybridParameterServer(Held):
     strategy = HybridParameterServer()
     sizes = (2,)
     impossible = 1
 
 
+@pytest.mark.killed
 class TestMeshOfTensorsAndStages(Held):
     strategy = Mesh(tensor=2, pipeline=2)
     sizes = (4,)

@@ -23,6 +23,7 @@ from worldsize.transport.endpoints import address_of, connect
 from worldsize.transport.frames import CommonOperation
 
 
+@pytest.mark.killed
 class TestEASGD(StrategyContract):
     """Losses differ from those of one process by the algorithm, hence the tolerance."""
 

@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,6 +68,7 @@ def _examine(cfg: DictConfig, options: Examination) -> int:
         raise ConfigError(
             f"{options.report} cannot be written: its folder is missing or read-only. Name another file after --json."
         )
+    settings_of(deepcopy(cfg))  # refuses what is typed wrong, also where an examination has a value of its own
     _alter(cfg, options)
     settings = settings_of(cfg)
     report, folder = _report(settings, Path(cfg.run.root))
