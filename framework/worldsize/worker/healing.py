@@ -70,7 +70,8 @@ class HealingMember:
         Raises:
             Exception: the program failed, and not because of a peer.
         """
-        INTERRUPTION.begin(self._channel.check)
+        if self._settings.cluster.backend == "gloo":  # NCCL's own waits end when it is aborted
+            INTERRUPTION.begin(self._channel.check)
         channel, heartbeat = self._channel, self._placement.heartbeat
         carried = Carried(self._settings, world.device, heartbeat, channel.begin_step, channel.finish)
         before: Membership | None = None

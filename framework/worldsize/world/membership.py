@@ -151,6 +151,8 @@ class MembershipChannel:
     def next(self, step: int) -> Membership:
         """Answer that this process has stopped after ``step``, and wait for the next membership.
 
+        One that has belonged to none yet, such as a spare, waits for as long as its launching process lives.
+
         Raises:
             WorldsizeError: none comes.
         """
@@ -158,7 +160,7 @@ class MembershipChannel:
         self._cut()
         self._say(stopped=self._number, step=step)
         try:
-            membership = self._formed.get(timeout=self._patience)
+            membership = self._formed.get(timeout=self._patience if self._number else None)
         except Empty:
             raise WorldsizeError(
                 f"membership {self._number} has ended, and no other has begun for {self._patience:g} s."

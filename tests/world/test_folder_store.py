@@ -1,0 +1,70 @@
+"""Processes meet in a folder, and nobody waits there for one that will not come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from worldsize.core import World
+from worldsize.testing.worlds import run_in_worlds
+from worldsize.world.connections import Connections
+from worldsize.world.folder_store import FolderStore
+
+
+def never() -> None: ...
+
+
+def store(folder: Path, seconds: float = 5.0) -> FolderStore:
+    return FolderStore(folder / "met", never, timedelta(seconds=seconds))
+
+
+def test_one_reads_what_another_has_written(tmp_path: Path) -> None:
+    one, other = store(tmp_path), store(tmp_path)
+    assert not one.check(["default_pg/0//worker/1"])
+    threading.Timer(0.1, other.set, ("default_pg/0//worker/1", b"\x00address")).start()
+    assert one.get("default_pg/0//worker/1") == b"\x00address"
+    assert one.check(["default_pg/0//worker/1"])
+
+
+def test_a_wait_ends_at_its_timeout_or_when_the_check_raises(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match="timed out waiting for missing"):
+        store(tmp_path, 0.1).get("missing")
+
+    def ended() -> None:
+        raise ConnectionError("the gang has ended")
+
+    with pytest.raises(ConnectionError):
+        FolderStore(tmp_path / "other", ended, timedelta(seconds=60)).get("missing")
+
+
+def test_a_wait_for_a_silent_peer_ends_when_the_connections_are_cut(tmp_path: Path) -> None:
+    """Gloo's own abort would let it wait until the timeout of the group, which is minutes here."""
+    folder = tmp_path / "groups"
+
+    def body(world: World) -> float:
+        connections, ranks = Connections(), [0, 1]
+        meeting = FolderStore(folder, never, timedelta(seconds=30))
+        dist.destroy_process_group()
+        with connections:
+            dist.init_process_group("gloo", store=meeting, rank=world.rank, world_size=2)
+            group = dist.new_group(ranks, backend="gloo")
+        row = torch.ones(4)
+        dist.all_reduce(row, group=group)
+        assert torch.equal(row, torch.full((4,), 2.0))
+        begun = time.monotonic()
+        if world.rank == 1:
+            time.sleep(1.5)
+            return 0.0
+        threading.Timer(0.2, connections.cut).start()
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(4), group=group)
+        return time.monotonic() - begun
+
+    waited, _ = run_in_worlds(body, 2)
+    assert 0.1 < waited < 1.4

@@ -1,0 +1,93 @@
+"""A process learns of the end of its membership and of the next one, and waits no longer than it should."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import Pipe
+
+import pytest
+
+from worldsize.errors import WorldsizeError
+from worldsize.world.membership import (
+    NEWCOMER,
+    Membership,
+    MembershipChannel,
+    MembershipEndedError,
+    receive,
+    send,
+)
+from worldsize.world.membership import Pipe as End
+
+SECOND = Membership(2, (0, 2), (7, 7), {1: "killed by SIGKILL"})
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[MembershipChannel, End]]:
+    ours, theirs = Pipe()
+    yield MembershipChannel(theirs, patience=0.2, detection=0.2), ours
+    ours.close()
+
+
+def until(happened: threading.Event) -> None:
+    assert happened.wait(10)
+
+
+def test_a_membership_crosses_the_pipe(ends: tuple[MembershipChannel, End]) -> None:
+    channel, launcher = ends
+    cut = threading.Event()
+    channel.begin(1, cut.set)
+    channel.check()
+    send(launcher, {"stop": 1})
+    until(cut)
+    with pytest.raises(MembershipEndedError):
+        channel.check()
+    threading.Timer(0.05, send, (launcher, SECOND.message())).start()
+    assert channel.next(7) == SECOND
+    assert receive(launcher) == {"stopped": 1, "step": 7}
+    channel.check()
+
+
+def test_whoever_was_a_member_waits_for_the_next_membership_no_longer_than_its_patience(
+    ends: tuple[MembershipChannel, End],
+) -> None:
+    channel, _ = ends
+    channel.begin(3, lambda: None)
+    with pytest.raises(WorldsizeError, match=r"membership 3 has ended, and no other has begun for 0\.2 s"):
+        channel.next(4)
+
+
+def test_a_spare_waits_until_it_is_needed(ends: tuple[MembershipChannel, End]) -> None:
+    channel, launcher = ends
+    threading.Timer(0.6, send, (launcher, SECOND.message())).start()
+    assert channel.next(NEWCOMER) == SECOND
+
+
+def test_an_error_is_that_of_a_lost_peer_only_if_the_launching_process_says_so(
+    ends: tuple[MembershipChannel, End],
+) -> None:
+    channel, launcher = ends
+    channel.begin(1, lambda: None)
+    assert not channel.is_cause_of(ValueError("a mistake"))
+    begun = time.monotonic()
+    assert not channel.is_cause_of(RuntimeError("[gloo] Connection closed by peer"))
+    assert time.monotonic() - begun >= 0.2
+    assert receive(launcher) == {"lost": 1}
+    send(launcher, {"stop": 1})
+    assert channel.is_cause_of(RuntimeError("[gloo] Connection closed by peer"))
+
+
+def test_the_first_steps_of_a_membership_are_reported_once(ends: tuple[MembershipChannel, End]) -> None:
+    channel, launcher = ends
+    channel.begin(5, lambda: None)
+    for _ in range(6):
+        channel.begin_step()
+    assert [receive(launcher) for _ in range(2)] == [{"began": 5}, {"trained": 5}]
+    assert not launcher.poll(0.05)
+
+
+def test_the_newest_state_and_who_lacks_it() -> None:
+    assert Membership(1, (4, 5, 6), (3, 5, NEWCOMER)).source == 1
+    assert Membership(1, (4, 5, 6), (3, 5, NEWCOMER)).behind == [0, 2]
+    assert Membership(1, (4, 5), (NEWCOMER, NEWCOMER)).source is None
