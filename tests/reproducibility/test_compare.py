@@ -111,7 +111,7 @@ def membership(number: int, members: list[int], *, first: int, ended: float, beg
 
 
 def test_goodput_leaves_out_the_time_in_which_a_gang_changed() -> None:
-    """Of 10 s of training, 0.5 s went into two changes, of which the second came before all trained again."""
+    """Two changes, of which the second came before all trained again, took 0.5 s of the 10 s of training."""
     healed = attempt(1, start_at=0.0, first_step_at=2.0, end_at=12.0, steps=[0, 10])
     healed["memberships"] = [
         membership(1, [0, 1, 2], first=0, ended=0.0, began=1.0),

@@ -6,10 +6,12 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from worldsize.core import World
 from worldsize.testing.worlds import run_in_worlds
@@ -53,7 +55,7 @@ def test_a_wait_for_a_silent_peer_ends_when_the_connections_are_cut(tmp_path: Pa
         dist.destroy_process_group()
         with connections:
             dist.init_process_group("gloo", store=meeting, rank=world.rank, world_size=2)
-            group = dist.new_group(ranks, backend="gloo")
+            group = cast("ProcessGroup", dist.new_group(ranks, backend="gloo"))
         row = torch.ones(4)
         dist.all_reduce(row, group=group)
         assert torch.equal(row, torch.full((4,), 2.0))
