@@ -165,3 +165,14 @@ def test_a_run_saves_by_itself_and_ends_with_the_same_bits(
     assert any(row["event"] == "save_interval" and row["save_seconds"] > 0 for row in rows)
     assert "since a save costs" in run.output + run.error
     assert outcome(run.folder) == outcome(train(*words).folder)
+
+
+def test_what_one_gang_hands_on_is_what_the_next_goes_on_with() -> None:
+    clock = Clock(600.0, seed=1)
+    one = SaveInterval(None, lambda *_: 600.0, emit=lambda _: None, clock=clock)
+    with one.saving(10):
+        pass
+    other = SaveInterval(None, lambda *_: 600.0, emit=lambda _: None, clock=clock)
+    other.resume(14, one.handed_on())
+    assert [other.is_due(step) for step in (19, 20)] == [False, True]
+    assert other.handed_on() == one.handed_on()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from torch.distributed import ProcessGroup
 
 from worldsize.checkpoints.save import Saver
@@ -16,8 +15,8 @@ from worldsize.config.settings import Settings
 from worldsize.core import Listener, RunStarted, StepDone, World
 from worldsize.engine.fit import TrainingProgress
 from worldsize.records.run_directory import RunDirectory
-from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.evaluation import EvaluationData
+from worldsize.worker.save_interval import SaveInterval
 from worldsize.world.heartbeat import Heartbeat
 
 
@@ -27,7 +26,6 @@ class Carried:
     """The data sets of a process, the thread that saves, and where its training stands."""
 
     settings: Settings
-    device: torch.device
     heartbeat: Path | None
     begin_step: Callable[[], None] = lambda: None  # raises if the gang of this process has ended
     finish: Callable[[], None] = lambda: None  # called when this process needs no other any more
@@ -37,6 +35,10 @@ class Carried:
     """The last logged step."""
     unlogged: StepDone | None = None
     """A logged step of which the process that logged it perhaps knew nothing."""
+    interval: SaveInterval | None = None
+    """Chooses when saves are due in the present membership; None: the configuration does."""
+    saves: Mapping[str, Any] = field(default_factory=dict)
+    """What the interval of the next membership begins with; empty: with what the newest checkpoint says."""
     _told: list[Listener] = field(default_factory=list)  # those that know that the run has started
     _beats: Heartbeat | None = None
     _saver: Saver | None = None
@@ -44,7 +46,6 @@ class Carried:
     @cached_property
     def train(self) -> Any:
         """The training data that the recipe returns."""
-        seed_generators(stream(self.settings.training.seed, "data"), self.device)  # it may draw its order
         return self.settings.recipe.data("train")
 
     @cached_property

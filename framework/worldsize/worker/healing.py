@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import final
+from typing import Any, final
 from urllib.parse import urlsplit
 
 import torch
@@ -73,7 +73,7 @@ class HealingMember:
         if self._settings.cluster.backend == "gloo":  # NCCL's own waits end when it is aborted
             INTERRUPTION.begin(self._channel.check)
         channel, heartbeat = self._channel, self._placement.heartbeat
-        carried = Carried(self._settings, world.device, heartbeat, channel.begin_step, channel.finish)
+        carried = Carried(self._settings, heartbeat, channel.begin_step, channel.finish)
         before: Membership | None = None
         while True:
             begun = time.perf_counter()
@@ -123,7 +123,7 @@ class HealingMember:
             self._replica, carried.progress = replica, None
             return replica
         step, behind, progress = membership.steps[source], membership.behind, carried.progress
-        evaluated, saved = self._done_after(step, world, progress)
+        evaluated, saved, carried.saves = self._done_after(step, world, carried)
         last = self._last_logged(world, carried)
         carried.unlogged = last if world.rank == 0 else None
         if world.rank in behind:
@@ -154,14 +154,19 @@ class HealingMember:
         dist.broadcast_object_list(logged, group=world.group, group_src=int(newest) % world.size)
         return logged[0]
 
-    def _done_after(self, step: int, world: World, progress: TrainingProgress | None) -> tuple[bool, bool]:
-        """Return whether the evaluation and the save after ``step`` are done, as the process knows that logs them."""
-        done = [False, False]
+    def _done_after(self, step: int, world: World, carried: Carried) -> tuple[bool, bool, Mapping[str, Any]]:
+        """Return whether the evaluation and the save after ``step`` are done, as the process knows that logs them.
+
+        The third value is what the first member knows of the interval between saves, on which all must agree.
+        """
+        progress, interval = carried.progress, carried.interval
+        done: list[Any] = [False, False, interval.handed_on() if interval else {}]
         if progress is not None and progress.step == step and self._has_logged:
-            done = [progress.evaluated, progress.saved]
+            done[:2] = progress.evaluated, progress.saved
         if world.group is not None:
             dist.broadcast_object_list(done, group=world.group, group_src=0)
-        return done[0], done[1]
+        evaluated, saved, saves = done
+        return evaluated, saved, saves
 
 
 def _changed(now: Membership, before: Membership | None, step: int, seconds: float) -> MembershipChanged:

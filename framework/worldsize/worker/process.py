@@ -134,7 +134,7 @@ def _play(
             evaluate_alone(settings, run, world, replica, settings.run.evaluates)
             return 0
         listeners = listeners or listeners_of(settings, run, 0, preemption)  # it replaces a failed leader
-        carried = Carried(settings, world.device, placement.heartbeat)
+        carried = Carried(settings, placement.heartbeat)
         return Training(settings, run, world, replica, listeners, preemption, carried).run()
 
 

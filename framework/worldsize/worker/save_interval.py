@@ -58,11 +58,16 @@ class SaveInterval:
         self._newest = 0  # step of the newest save, or that at which the attempt began
 
     def resume(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Go on after ``step`` with what a checkpoint recorded; with nothing recorded, begin anew."""
-        self._newest = step
+        """Go on after ``step`` with what a checkpoint recorded, or a gang before; with neither, begin anew."""
+        self._newest = int(facts.get("newest", step))
         if facts:
             self.steps = self._told = int(facts["steps"])
             self._costs.recall(float(facts["save_seconds"]), float(facts["step_seconds"]))
+
+    def handed_on(self) -> dict[str, Any]:
+        """Return what a gang with other members goes on with: the newest save, the interval and its costs so far."""
+        cost, step_seconds = self._costs.mean(), self._costs.step_seconds
+        return {"newest": self._newest, "steps": self.steps, "save_seconds": cost, "step_seconds": step_seconds}
 
     def facts(self) -> dict[str, Any]:
         """Return the interval, the mean cost of a save and the seconds of a step, once all of them are known."""
@@ -135,7 +140,8 @@ class _SaveCosts:
 
     def recall(self, save_seconds: float, step_seconds: float) -> None:
         """Begin with the figures of an earlier attempt."""
-        self._saves.append(save_seconds)
+        if save_seconds:
+            self._saves.append(save_seconds)
         self.step_seconds = step_seconds
 
     def mean(self) -> float:

@@ -45,6 +45,7 @@ from worldsize.records.metrics import JsonLines, evaluations, last_step, metrics
 from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.records.run_record import view, write_result
 from worldsize.reproducibility.digest import state_digest, tensor_digests
+from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.carried import Carried
 from worldsize.worker.checkpointing import Checkpointing
 from worldsize.worker.evaluation import evaluate_splits
@@ -121,9 +122,10 @@ class Training:
         self._listeners: list[Listener] = [*listeners, self._history, *([self._watch] if self._watch else [])]
         group = world.groups.get(f"checkpoint/{world.role}")
         saver = carried.saver(run, world, group)
-        interval = save_interval(settings, run, group, emit=self._emit) if settings.checkpoint.every == "auto" else None
+        is_auto = settings.checkpoint.every == "auto"
+        carried.interval = save_interval(settings, run, group, emit=self._emit) if is_auto else None
         on_failure = settings.checkpoint.on_failure
-        self._checkpoints = Checkpointing(saver, emit=self._emit, on_failure=on_failure, interval=interval)
+        self._checkpoints = Checkpointing(saver, emit=self._emit, on_failure=on_failure, interval=carried.interval)
 
     def run(self) -> int:
         """Train to the end, or until the run should stop; return the exit code."""
@@ -135,7 +137,7 @@ class Training:
         if (missing := carried.unlogged) is not None and missing.step > last_step(self._run.metrics):
             self._emit(missing)
         self._recall(first)
-        self._checkpoints.resume(first.step, checkpoint.facts if checkpoint else {})
+        self._checkpoints.resume(first.step, checkpoint.facts if checkpoint else {"save_interval": carried.saves})
         beats = carried.beats(first.step)
         last = self._fit(first, checkpoint, beats)
         if beats:
@@ -262,6 +264,7 @@ class Training:
         if self._leads:
             return repeat([]), _no_states
         settings, world, states = self._settings, self._world, _no_states
+        seed_generators(stream(settings.training.seed, "data"), world.device)  # the data set may draw its order
         train = self._carried.train
         if is_iterable(train):
             if settings.heals:
