@@ -42,14 +42,14 @@ SHORT = ("steps=12", "checkpoint.every=7")
 @pytest.mark.parametrize(
     ("pace", "ways"),
     [
-        (LONG, [("strategy=ddp", "cluster.processes=4", *killed(148))]),
         (
-            SHORT,
+            LONG,
             [
-                ("strategy=zero", "cluster.processes=2", *killed(8)),
-                ("strategy=fsdp", "cluster.processes=2", *SHARDED, *killed(8)),
+                ("strategy=ddp", "cluster.processes=4", *killed(148)),
+                ("strategy=zero", "cluster.processes=2", *killed(148)),
             ],
         ),
+        (SHORT, [("strategy=fsdp", "cluster.processes=2", *SHARDED, *killed(8))]),
     ],
     ids=["200 steps", "each strategy"],
 )
