@@ -144,4 +144,8 @@ class Gang(Job):
         deciding = [member.ending() for member in self._members.deciding or self._members.current]
         failed = [member.ending() for member in self._members.ended if member.failed]
         outcome = outcome_of(deciding, failed, [member.ending() for member in silent], signum=signum)
-        return replace(outcome, memberships=self._server.records) if self._server else outcome
+        if self._server is None or not self._server.records:
+            return outcome
+        records = self._server.records
+        steps = (records[0]["first"], outcome.steps[1]) if outcome.steps else None  # newcomers began later
+        return replace(outcome, memberships=records, steps=steps, first_step_at=records[0]["began"])
