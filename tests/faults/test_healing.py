@@ -106,11 +106,16 @@ def test_a_replacement_joins_with_the_state_of_its_peers_and_may_die_too(train: 
     assert equal_parts(run.folder) == undisturbed(*options[1:])
 
 
-def test_a_spare_takes_the_place_of_a_dead_rank_in_the_same_change(train: Any, undisturbed: Any) -> None:
+def test_a_spare_takes_the_place_of_a_dead_rank_in_the_same_change(
+    train: Any, undisturbed: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
     run = train(*OPTIONS, *FOUR, HEAL, "cluster.spares=2", faults(kill(1, 5), kill(4, 14)))
     assert run.code == 0, run.error
     assert memberships(run.folder) == [[0, 1, 2, 3], [0, 2, 3, 4], [0, 2, 3, 5]]
     assert equal_parts(run.folder) == undisturbed()
+    words = ("evaluate", str(run.folder), "cluster.processes=2")
+    done = command(*words, cwd=run.folder, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_rank_that_hangs_is_left_behind_after_its_bound(train: Any, undisturbed: Any) -> None:
