@@ -48,6 +48,7 @@ from worldsize.engine.fit import LoopConfig
 from worldsize.engine.initial_weights import InitialWeights
 from worldsize.errors import neighbours
 from worldsize.reproducibility.determinism import Determinism
+from worldsize.world.roles import heals
 
 AnyLauncher = Launcher | AgentLauncher | BatchLauncher
 
@@ -100,7 +101,7 @@ class Settings:
     @property
     def heals(self) -> bool:
         """Whether the processes that train go on without those that die."""
-        return any(role.restart == "heal" for role in self.roles.values())
+        return heals(self.roles)
 
     def among(self, processes: int) -> Settings:
         """Return the settings of a gang that has ``processes`` members from now on."""

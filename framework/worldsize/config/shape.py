@@ -7,6 +7,7 @@ from typing import Any
 
 from worldsize.core import Cluster, LaunchMethod, Role
 from worldsize.errors import ConfigError
+from worldsize.world.roles import heals
 
 
 def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def _processes(cluster: Mapping[str, Any], nodes: int, gpus: int) -> int:
 
 def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMethod) -> None:
     """Raise ConfigError if processes are to go on without those that die, and nothing would tell them."""
-    if not any(role.restart == "heal" for role in roles.values()):
+    if not heals(roles):
         if cluster.spares:
             raise ConfigError(f"cluster.spares={cluster.spares}: nobody waits for them. Set strategy.on_failure=heal.")
         return

@@ -28,7 +28,7 @@ from worldsize.world.interfaces import variables
 from worldsize.world.membership import MembershipChannel, Pipe
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
-from worldsize.world.roles import role_of, role_ranks
+from worldsize.world.roles import heals, role_of, role_ranks
 from worldsize.world.scratch import private_folder
 
 _DETECTION = 5.0  # seconds within which this process notices that one that it has started is dead
@@ -64,9 +64,8 @@ class NodeLauncher(LaunchMethod):
             members.kill()  # it would wait for ranks that never start
             shutil.rmtree(rendezvous.folder, ignore_errors=True)
             raise
-        heals = any(role.restart == "heal" for role in plan.roles.values())
         server = None
-        if heals:
+        if heals(plan.roles):
             cluster, most = plan.cluster, plan.logical_ranks
             server = MembershipServer(members, patience=cluster.timeout, most=most, spares=cluster.spares)
         return Gang(run, members, rendezvous.folder, graces, terminal=terminal, leads=node.rank == 0, server=server)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +9,6 @@ from typing import final
 
 from worldsize.core import MembershipRecord
 from worldsize.world.membership import Membership, Message
-
-_logger = logging.getLogger(__name__)
 
 _MOST_REPEATS = 3  # memberships of the same members from the same step on: the program itself fails
 
@@ -174,7 +171,7 @@ class Roster:
 def _record(membership: Membership, left: set[int], ended: float) -> MembershipRecord:
     return {
         "number": membership.number,
-        "first": max(0, *membership.steps, 0),
+        "first": max(0, *membership.steps),
         "members": list(membership.members),
         "lost": {str(rank): cause for rank, cause in membership.lost.items()},
         "left": sorted(left),

@@ -16,6 +16,11 @@ def role_ranks(roles: Mapping[str, Role]) -> dict[str, range]:
     return ranks
 
 
+def heals(roles: Mapping[str, Role]) -> bool:
+    """Return whether processes go on without those of their gang that die."""
+    return any(role.restart == "heal" for role in roles.values())
+
+
 def role_of(global_rank: int, roles: Mapping[str, Role]) -> tuple[str, int]:
     """Return the role of a process and its rank in that role.
 

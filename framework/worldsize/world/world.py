@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from worldsize.core import Cluster, ConfigError, Role, World
 from worldsize.world.environments import Placement, host_name
-from worldsize.world.roles import role_of, role_ranks
+from worldsize.world.roles import heals, role_of, role_ranks
 
 # Up to this many ranks gloo connects all pairs when a group is made, with a store message for each pair. In a larger
 # world it connects two ranks when they first communicate.
@@ -36,8 +36,8 @@ def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
     torch.set_num_threads(cluster.threads or threads_per_process(placement.local_world_size))
     device = device_of(placement, cluster)
     gang = gang_of(roles)
-    heals = any(role.restart == "heal" for role in roles.values())  # then it joins when its members are known
-    if len(gang) > 1 and placement.rank in gang and not heals:
+    # one that heals is joined when its members are known
+    if len(gang) > 1 and placement.rank in gang and not heals(roles):
         _join(placement, cluster, device, gang)
     yield world_of(placement, cluster, roles, device)
     # not after an error: it could wait for peers that will never arrive, and the error must be raised
