@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from worldsize.collectives.exact import exact_sum, start_all_gather
 from worldsize.collectives.step_timer import PHASES, StepTimer
 from worldsize.core import StepDone, StepResult, World
-from worldsize.engine.training_metrics import TrainingMetrics, means
+from worldsize.engine.training_metrics import TrainingMetrics, means, missing
 
 _SPLITS = 1 + len(PHASES)  # times of a measured step: its wait for data, then its phases
 _COMMUNICATION = 1 + PHASES.index("communication")
@@ -75,8 +75,7 @@ class Window:
         times = torch.tensor([(elapsed - self._waited) / steps, elapsed / steps], dtype=torch.float64)
         losses_sb = torch.stack([loss for result in self._results for loss in result.losses]).double().view(steps, -1)
         own = losses_sb.shape[1]
-        total = self.logical_ranks or own * self.world.size
-        padding = -(-total // self.world.size) - own
+        padding = missing(own, self.world, self.logical_ranks)
         names, metrics = self.metrics.take(self.world, padding)
         last_b = F.pad(losses_sb[-1], (0, padding))
         figures = [torch.cat([splits_s4.flatten(), times]), _first_nonfinite(losses_sb), last_b, metrics]
@@ -85,7 +84,7 @@ class Window:
             step=step,
             batch_size=self.batch_size,
             rank=self.world.rank,
-            logical_ranks=total,
+            logical_ranks=self.logical_ranks or own * self.world.size,
             results=self._results,
             measured=len(splits_s4),
             metrics=names,
