@@ -96,7 +96,7 @@ def _alter(cfg: DictConfig, options: Examination) -> None:
 
 def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
     """Examine the cluster; return the report, and the run folder if a check failed."""
-    from worldsize.core import AgentLauncher, BatchLauncher, Plan
+    from worldsize.core import AgentLauncher, BatchLauncher
     from worldsize.launch.node import NodeLauncher
     from worldsize.planning.doctor.evaluate import evaluate
     from worldsize.planning.doctor.findings import read_findings
@@ -111,7 +111,7 @@ def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
             f"{type(launcher).__name__} does not. Name the same hosts with cluster=ssh or cluster=slurm."
         )
     run = planned(root, "doctor", None)
-    plan = Plan(run.path, settings.cluster, settings.roles, settings.determinism.variables())
+    plan = settings.plan(run.path)
     try:
         _play(settings, plan, run)
     except ConfigError as error:

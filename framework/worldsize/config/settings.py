@@ -32,6 +32,7 @@ from worldsize.core import (
     Link,
     Listener,
     Numerics,
+    Plan,
     Recipe,
     Role,
     Spot,
@@ -102,6 +103,11 @@ class Settings:
     def heals(self) -> bool:
         """Whether the processes that train go on without those that die."""
         return heals(self.roles)
+
+    def plan(self, folder: Path) -> Plan:
+        """Return what a launcher needs to start this run, or this examination, in ``folder``."""
+        variables = self.determinism.variables()
+        return Plan(folder, self.cluster, self.roles, variables, logical_ranks=self.logical_ranks)
 
     def among(self, processes: int) -> Settings:
         """Return the settings of a gang that has ``processes`` members from now on."""

@@ -47,8 +47,7 @@ def agent(run: RunDirectory) -> int:
         raise ConfigError(
             f"the run is planned for {settings.cluster.nodes} nodes (cluster.nodes), but started on {place.count}."
         )
-    variables = settings.determinism.variables()
-    plan = Plan(run.path, settings.cluster, settings.roles, variables, logical_ranks=settings.logical_ranks)
+    plan = settings.plan(run.path)
     plan = replace(plan, secrets={"WORLDSIZE_SECRETS": secrets}) if secrets else plan
     launcher = settings.launcher if isinstance(settings.launcher, NodeLauncher) else Lead()  # started by hand
     if settings.run.examine:

@@ -19,7 +19,7 @@ from rich.text import Text
 from worldsize.checkpoints.format import COMPLETE, Checkpoint, complete, read, step_of, verify
 from worldsize.checkpoints.retention import Retention
 from worldsize.config.settings import Settings
-from worldsize.core import Launcher, Plan, spoken_name
+from worldsize.core import Launcher, spoken_name
 from worldsize.driver.execute import checked
 from worldsize.driver.record import config_text, scrubber_of, with_secrets
 from worldsize.errors import ConfigError
@@ -126,7 +126,7 @@ def _folder(run: RunDirectory, step: int) -> RunDirectory:
 
 def _play(settings: Settings, launcher: Launcher, run: RunDirectory, clean: Scrubber) -> int:
     """Start the processes and wait for them to end; return the exit code."""
-    plan = Plan(run.path, settings.cluster, settings.roles, settings.determinism.variables())
+    plan = settings.plan(run.path)
     settings.strategy.prepare(run.servers(1))
     outcome = launcher.launch(replace(with_secrets(settings, plan, clean), attempt=1)).wait()
     if failure := outcome.failure:

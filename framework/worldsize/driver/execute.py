@@ -63,7 +63,7 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
         makes_rows = any(role.serves for role in settings.roles.values())
         settings.initial.check(settings.recipe, makes_rows=makes_rows)
     run = planned(Path(cfg.run.root), choices()["recipe"], cfg.run.name)
-    plan = _plan(settings, run)
+    plan = settings.plan(run.path)
     if cfg.launch == "show":
         for key, text in lengths.items():
             print(f"{key}: {text} = {OmegaConf.select(cfg, key):,} steps")
@@ -186,7 +186,7 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
     """
     settings, run = checked(cfg), record.directory
     clean = scrubber_of(cfg, settings)
-    plan = with_secrets(settings, _plan(settings, run), clean)
+    plan = with_secrets(settings, settings.plan(run.path), clean)
     settings.launcher.check(settings.cluster)
     check_same(settings, record, clean, ignore)
     launcher = settings.launcher
@@ -210,8 +210,3 @@ def _check_steps(settings: Settings, run: RunDirectory) -> None:
             f"the run has {step_of(saved[-1])} steps behind it, which is more than steps={settings.training.steps}. "
             "Give a larger number; nothing was started."
         )
-
-
-def _plan(settings: Settings, run: RunDirectory) -> Plan:
-    variables = settings.determinism.variables()
-    return Plan(run.path, settings.cluster, settings.roles, variables, logical_ranks=settings.logical_ranks)
