@@ -324,6 +324,18 @@ def environment_without_wandb() -> dict[str, str]:
 
 
 @pytest.fixture
+def change_workers(command: Command) -> Callable[..., str]:
+    """``change_workers(folder, "add", "2")`` is what ``worldsize workers`` says of a running job; it must succeed."""
+
+    def run(folder: Path, *words: str) -> str:
+        done = command("workers", *words, "--run", str(folder), cwd=folder, environment=environment())
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
 def begun() -> Callable[..., Path]:
     """``begun(root)`` waits until a run below ``root`` has logged a step after ``after``, and returns its folder."""
     return _begun

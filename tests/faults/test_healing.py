@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,7 @@ def test_workers_come_and_go_while_it_trains(
     tmp_path: Path,
     reference_run: Any,
     command: Any,
+    change_workers: Callable[..., str],
     environment_without_wandb: dict[str, str],
     begun: Any,
     warm_python: Path,
@@ -210,11 +212,7 @@ def test_workers_come_and_go_while_it_trains(
         stdout=subprocess.DEVNULL,
     )
     folder = begun(tmp_path / "other", after=4)
-
-    def workers(*words: str) -> str:
-        done = command("workers", *words, "--run", str(folder), cwd=tmp_path, environment=environment_without_wandb)
-        assert done.returncode == 0, done.stderr
-        return str(done.stdout)
+    workers = partial(change_workers, folder)
 
     def wait_for(count: int) -> None:
         deadline = time.monotonic() + 60

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,7 @@ def test_workers_come_and_go_while_it_trains(
     tmp_path: Path,
     single: Any,
     command: Any,
+    change_workers: Callable[..., str],
     environment_without_wandb: dict[str, str],
     begun: Any,
     warm_python: Path,
@@ -220,11 +222,7 @@ def test_workers_come_and_go_while_it_trains(
         stdout=subprocess.DEVNULL,
     )
     folder = begun(tmp_path / "other", after=4)
-
-    def workers(*words: str) -> str:
-        done = command("workers", *words, "--run", str(folder), cwd=tmp_path, environment=environment_without_wandb)
-        assert done.returncode == 0, done.stderr
-        return str(done.stdout)
+    workers = partial(change_workers, folder)
 
     assert "worker 2, worker 3" in workers("add", "2")
     _log(folder, "worker-3 joins")

@@ -112,22 +112,16 @@ def test_a_worker_that_is_started_again_takes_part_from_the_next_step_on(train: 
 def test_workers_come_and_go_between_steps(
     train: Any,
     begun: Any,
-    command: Any,
+    change_workers: Any,
     tmp_path: Path,
-    environment_without_wandb: dict[str, str],
 ) -> None:
     slow = "faults=[{action: sleep, rank: 1, seconds: 0.1}]"  # in every step
-
-    def workers(*words: str) -> None:
-        done = command("workers", *words, "--run", str(folder), cwd=tmp_path, environment=environment_without_wandb)
-        assert done.returncode == 0, done.stderr
-
     with ThreadPoolExecutor(1) as pool:
         trained = pool.submit(lambda: train(*ELASTIC, "steps=100", SERVER, "cluster.processes=3", slow))
         folder = begun(tmp_path / "runs")
-        workers("add", "1")
+        change_workers(folder, "add", "1")
         wait_for(folder, "worker-2 joins")
-        workers("remove")
+        change_workers(folder, "remove")
         wait_for(folder, "worker-2 is retired: asked to leave")
         run = trained.result()
     assert "is repeated" not in log(run)
