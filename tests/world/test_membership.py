@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +29,9 @@ SECOND = Membership(2, (0, 2), (7, 7), {1: "killed by SIGKILL"})
 @pytest.fixture
 def ends() -> Iterator[tuple[MembershipChannel, End]]:
     ours, theirs = Pipe()
-    yield MembershipChannel(theirs, patience=0.2, detection=0.2), ours
+    channel = MembershipChannel(theirs, patience=0.2, detection=0.2)
+    yield channel, ours
+    channel.finish()  # else it would take this process for stuck when it waits in another test
     ours.close()
 
 
@@ -91,3 +96,30 @@ def test_the_newest_state_and_who_lacks_it() -> None:
     assert Membership(1, (4, 5, 6), (3, 5, NEWCOMER)).source == 1
     assert Membership(1, (4, 5, 6), (3, 5, NEWCOMER)).behind == [0, 2]
     assert Membership(1, (4, 5), (NEWCOMER, NEWCOMER)).source is None
+
+
+STUCK = """
+import os, sys, threading, time
+from multiprocessing import Pipe
+from types import ModuleType
+from worldsize.world.membership import MembershipChannel, send
+
+ours, theirs = Pipe()
+channel = MembershipChannel(theirs, patience=60.0, detection=1.0)
+channel.begin(1, lambda: None)
+waits = ModuleType("worldsize.collectives.waits")
+exec("def wait(seconds):\\n    import time\\n    time.sleep(seconds)", vars(waits))
+if sys.argv[1] == "over":
+    threading.Timer(0.5, channel.finish).start()
+send(ours, {"stop": 1})
+waits.wait(4.0)
+print("went on", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("state", "code"), [("waits", -signal.SIGKILL), ("over", 0)])
+def test_a_process_that_waits_for_peers_alone_ends_itself_unless_it_needs_them_no_more(state: str, code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK, state], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("it waits for something that does not come" in done.stderr) == (code != 0)

@@ -192,11 +192,9 @@ class MembershipChannel:
         There are waits, of gloo and others, that nothing ends before their timeout. One that waits for something else,
         such as data or a disk, has until the launching process counts it as hung.
         """
-        if self._is_over:
-            return
         clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
         used, since = time.clock_gettime(clock), time.monotonic()
-        while not self._has_stopped.wait(_STUCK / 8):
+        while not self._is_over and not self._has_stopped.wait(_STUCK / 8):
             now = time.clock_gettime(clock)
             if now - used > _BUSY or not _waits_for_peers():
                 used, since = now, time.monotonic()
