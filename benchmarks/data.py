@@ -47,8 +47,10 @@ class Contest:
 
 
 CONTESTS: Mapping[str, Contest] = {
+    "token file": Contest("ours:tokens", ("naive:tokens",)),
     "JSON lines": Contest("ours:jsonl", ("naive:jsonl", "datasets:jsonl"), ("streaming:text", "litdata:text")),
     "Parquet": Contest("ours:parquet", ("naive:parquet", "datasets:parquet", "ours:parquet_wide")),
+    "Arrow": Contest("ours:arrow", ("naive:arrow", "datasets:arrow")),
     "datasets on disk": Contest("ours:hf_dataset", ("datasets:hf_dataset",)),
     "WebDataset, text": Contest("ours:tar", ("webdataset:tar",)),
     "WebDataset, JPEG": Contest("ours:tar_images", ("webdataset:tar_images",)),

@@ -16,6 +16,7 @@ from typing import Any
 
 BATCH, WORKERS, SHUFFLED = 64, 2, 1000
 GROUP = 1000  # rows of a row group
+CONTEXT = 256  # tokens of a sample
 
 
 def main(loader: str, folder: Path) -> None:
@@ -55,6 +56,13 @@ def keep(samples: list[Any]) -> list[Any]:
     return samples
 
 
+def collate_of(kind: str) -> Callable[[list[Any]], Any]:
+    """Return what makes a batch of samples; windows of tokens are stacked, since each would go by itself otherwise."""
+    import torch
+
+    return torch.stack if kind == "tokens" else keep
+
+
 def pixels(image: Any) -> Any:
     """Return an image as an array."""
     import numpy
@@ -68,16 +76,20 @@ def ours(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
     from worldsize.data.loader import micro_batches
     from worldsize.data.order import Order
     from worldsize.data.source import Transformed
+    from worldsize.data.sources.arrow import Arrow
     from worldsize.data.sources.hf_datasets import HfDataset
     from worldsize.data.sources.images import ImageFolder
     from worldsize.data.sources.json_lines import JsonLines
     from worldsize.data.sources.parquet import Parquet
+    from worldsize.data.sources.tokens import TokenWindows
     from worldsize.data.sources.webdataset import WebDataset
     from worldsize.data.storage.cache import Cache
 
     path, cache = str(folder / kind.removesuffix("_wide")), Cache(folder=str(folder / "cache"))
     makers: dict[str, Callable[[], Any]] = {
+        "tokens": lambda: TokenWindows(path, length=CONTEXT, cache=cache),
         "jsonl": lambda: JsonLines(path, cache=cache),
+        "arrow": lambda: Arrow(path, cache=cache),
         "parquet": lambda: Parquet(path, cache=cache, keep=16e6),  # a window of row groups
         "hf_dataset": lambda: HfDataset(path, cache=cache),
         "tar": lambda: WebDataset(path, cache=cache, decode=["txt", "cls"]),
@@ -86,7 +98,7 @@ def ours(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
     }
     source = makers[kind.removesuffix("_wide")]()
     order = Order(0, BATCH, 1, (0,), **in_blocks(kind))
-    steps = micro_batches(source, order, torch.device("cpu"), workers=WORKERS, collate=keep)
+    steps = micro_batches(source, order, torch.device("cpu"), workers=WORKERS, collate=collate_of(kind))
     return (batch.data for step in steps for batch in step), len(source)
 
 
@@ -102,6 +114,45 @@ def in_blocks(kind: str) -> dict[str, Any]:
 def as_array(sample: Any) -> Any:
     """Return a sample with its image as an array."""
     return {**sample, "jpg": pixels(sample["jpg"])}
+
+
+class Tokens:
+    """Windows of a token file as one reads them by hand: the file is mapped, and tensors are made of a window."""
+
+    def __init__(self, folder: Path) -> None:
+        import numpy
+
+        self.tokens = numpy.load(folder / "0.npy", mmap_mode="r")
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // CONTEXT
+
+    def __getitem__(self, index: int) -> Any:
+        import numpy
+        import torch
+
+        first = index * CONTEXT
+        return torch.from_numpy(self.tokens[first : first + CONTEXT + 1].astype(numpy.int64))
+
+
+class Rows:
+    """Arrow files as one reads them by hand: they are mapped, and a row is taken from its batch."""
+
+    def __init__(self, folder: Path) -> None:
+        import numpy
+        import pyarrow
+
+        files = [pyarrow.ipc.open_file(pyarrow.memory_map(str(path))) for path in sorted(folder.iterdir())]
+        self.batches = [file.get_batch(number) for file in files for number in range(file.num_record_batches)]
+        self.stops = numpy.cumsum([len(batch) for batch in self.batches])
+
+    def __len__(self) -> int:
+        return int(self.stops[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        number = int(self.stops.searchsorted(index, side="right"))
+        batch = self.batches[number]
+        return batch.slice(index - int(self.stops[number]) + len(batch), 1).to_pylist()[0]
 
 
 class Lines:
@@ -148,8 +199,9 @@ def naive(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
     """Return torch's DataLoader over the shortest reader that one writes by hand."""
     if kind == "parquet":
         return loaded(row_groups(folder / kind)), rows_of(folder / kind)
-    dataset: Any = Lines(folder / kind) if kind == "jsonl" else Pictures(folder / kind)
-    return loaded(dataset, shuffle=True), len(dataset)
+    reader: Any = {"tokens": Tokens, "jsonl": Lines, "arrow": Rows, "images": Pictures}[kind]
+    dataset = reader(folder / kind)
+    return loaded(dataset, collate_of(kind), shuffle=True), len(dataset)
 
 
 def rows_of(folder: Path) -> int:
@@ -179,10 +231,10 @@ def row_groups(folder: Path) -> Any:
     return RowGroups()
 
 
-def loaded(dataset: Any, **options: Any) -> Iterator[Any]:
+def loaded(dataset: Any, collate: Callable[[list[Any]], Any] = keep, **options: Any) -> Iterator[Any]:
     from torch.utils.data import DataLoader
 
-    return iter(DataLoader(dataset, batch_size=BATCH, num_workers=WORKERS, collate_fn=keep, **options))
+    return iter(DataLoader(dataset, batch_size=BATCH, num_workers=WORKERS, collate_fn=collate, **options))
 
 
 def huggingface(kind: str, folder: Path) -> tuple[Iterator[Any], int]:

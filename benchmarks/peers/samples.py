@@ -15,9 +15,10 @@ import datasets
 import numpy
 import pyarrow
 from PIL import Image
-from pyarrow import parquet
+from pyarrow import feather, parquet
 
 TEXTS, IMAGES, SHARDS, GROUP = 100_000, 8_000, 4, 1000
+TOKENS = 100_000 * 256
 WORDS = ("a", "language", "model", "learns", "from", "words", "that", "follow", "each", "other", "in", "sentences")
 
 
@@ -28,7 +29,12 @@ def main(folder: Path) -> None:
         _below(folder / "jsonl" / f"{shard}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
         table = pyarrow.Table.from_pylist(part)
         parquet.write_table(table, _below(folder / "parquet" / f"{shard}.parquet"), row_group_size=GROUP)
+        feather.write_feather(
+            table, str(_below(folder / "arrow" / f"{shard}.arrow")), compression="uncompressed", chunksize=GROUP
+        )
         _tar(folder / "tar" / f"{shard}.tar", (_members(row) for row in part))
+    tokens = numpy.random.RandomState(0).randint(0, 50_000, TOKENS + 1).astype(numpy.uint16)
+    numpy.save(_below(folder / "tokens" / "0.npy"), tokens)
     datasets.disable_progress_bars()
     datasets.Dataset.from_list(rows).save_to_disk(folder / "hf_dataset")
     pictures = [picture(number) for number in range(IMAGES)]
