@@ -230,6 +230,8 @@ class NumericsSchema:
     precision: str = "${precision}"
     clip_norm: float | None = "${clip_norm}"  # type: ignore[assignment]  # an interpolation
     nonfinite: str = "${nonfinite}"
+    compile: bool = "${compile}"  # type: ignore[assignment]
+    compile_mode: str = "${compile_mode}"
 
 
 @dataclass
@@ -255,6 +257,8 @@ class Schema:
     precision: str = "fp32"
     clip_norm: Annotated[float | None, Range(above=0, finite=False, hint="null: no clipping")] = None
     nonfinite: str = "stop"
+    compile: bool = False
+    compile_mode: str = "default"
     log_every: Annotated[int, _COUNT, _LARGEST] = 10
     evaluate_every: Annotated[int, _INTERVAL, _LARGEST] = 0
     evaluate_batch_size: Annotated[int, _COUNT, _LARGEST] = 256

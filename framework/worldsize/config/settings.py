@@ -20,7 +20,7 @@ from worldsize.config.sections import (
     RunConfig,
     TrainingConfig,
 )
-from worldsize.config.shape import check_heals
+from worldsize.config.shape import check_compiles, check_heals
 from worldsize.core import (
     AgentLauncher,
     BatchLauncher,
@@ -152,6 +152,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     _check_groups(config, allowed)
     numerics = build(config["numerics"], Numerics, allowed=allowed, key="numerics")
     strategy.check_numerics(numerics)
+    check_compiles(numerics, strategy, determinism)
     roles = strategy.roles(cluster)
     run = RunConfig.of(config["run"])
     launcher = launcher_of(config["launcher"], config)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from worldsize.core import Cluster, LaunchMethod, Role
+from worldsize.core import Cluster, LaunchMethod, Numerics, Role, Strategy
 from worldsize.errors import ConfigError
+from worldsize.reproducibility.determinism import Determinism
 from worldsize.world.roles import heals
 
 
@@ -64,6 +65,22 @@ def _processes(cluster: Mapping[str, Any], nodes: int, gpus: int) -> int:
         if cluster["device"] == "cuda":
             check_gpus(1, gpus)
     return total if total is not None else (per_node or 0) * nodes
+
+
+def check_compiles(numerics: Numerics, strategy: Strategy, determinism: Determinism) -> None:
+    """Raise ConfigError if the passes are to be compiled, and cannot be, or not with the bits that are promised."""
+    if not numerics.compile:
+        return
+    if not strategy.compiles:
+        raise ConfigError(
+            f"compile=true: {type(strategy).__name__} does not compile what its processes compute. Set compile=false, "
+            "or a strategy such as ddp or fsdp."
+        )
+    if determinism.deterministic and numerics.compile_mode.startswith("max-autotune"):
+        raise ConfigError(
+            f"compile_mode={numerics.compile_mode} chooses kernels by their time, which is another one in each run; "
+            f"reproducibility={determinism.mode} promises the same bits. Set compile_mode=default."
+        )
 
 
 def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMethod) -> None:

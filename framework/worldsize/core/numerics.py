@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from worldsize.errors import ConfigError
+from worldsize.errors import ConfigError, neighbours
 
 if TYPE_CHECKING:  # torch takes seconds
     from torch import Tensor
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Nonfinite = Literal["stop", "skip", "ignore"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,26 @@ class Numerics:
         clip_norm: Largest L2 norm of the whole gradient; None: no clipping.
         nonfinite: "stop" ends the run when a logged loss is NaN or infinite; "skip" leaves the parameters alone in a
             step whose gradient norm is not finite; "ignore" does neither.
+        compile: Whether torch compiles forward and backward, which rounds otherwise than running operation by
+            operation.
+        compile_mode: How it does, as ``torch.compile`` says.
     """
 
     precision: Precision = "fp32"
     clip_norm: float | None = None
     nonfinite: Nonfinite = "stop"
+    compile: bool = False
+    compile_mode: CompileMode = "default"
 
     def __post_init__(self) -> None:
         if self.precision not in ("fp32", "bf16", "fp16"):
             raise ConfigError(f"precision={self.precision!r} is unknown. Known: fp32, bf16, fp16.")
         if self.nonfinite not in ("stop", "skip", "ignore"):
             raise ConfigError(f"nonfinite={self.nonfinite!r} is unknown. Known: stop, skip, ignore.")
+        if self.compile_mode not in get_args(CompileMode):
+            raise ConfigError(
+                f"compile_mode={self.compile_mode!r} is unknown{neighbours(self.compile_mode, get_args(CompileMode))}"
+            )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or null for no clipping.")
 

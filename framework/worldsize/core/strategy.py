@@ -168,6 +168,8 @@ class Strategy(ABC):
     """Whether it trains a :class:`~worldsize.core.MultiUpdateRecipe`; if not, such a recipe is refused."""
     merges_states: ClassVar[bool] = True
     """Whether replicas evaluate the metrics that :meth:`Recipe.metrics` names."""
+    compiles: ClassVar[bool] = False
+    """Whether its replicas compile what they compute (``Numerics.compile``); if not, such a run is refused."""
     serves_rows: ClassVar[bool] = False
     """Whether the rows of embeddings with ``sparse=True`` are on servers, which update them in ways of their own."""
     reduce: Reduction = "flat"

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from worldsize.core import Batch
 from worldsize.data.auto_workers import PREFETCHED, AutoWorkers, settling_steps
 from worldsize.data.reader_process import begin_worker, started, worker_context
-from worldsize.data.storage.read_counts import COUNTS, ReadCounts
+from worldsize.data.storage.read_counts import COUNTS
 
 
 class Request(NamedTuple):
@@ -82,7 +82,7 @@ class WorkerLoader:
         loader: DataLoader[Batch] = DataLoader(
             fetcher,  # type: ignore[arg-type]  # it is no Dataset, but is asked for batches alone
             batch_sampler=self._requests,  # type: ignore[arg-type]  # a request stands for its list of indices
-            collate_fn=_Counted(),
+            collate_fn=_counted,
             num_workers=processes,
             prefetch_factor=PREFETCHED,
             worker_init_fn=partial(begin_worker, os.getpid()),
@@ -131,25 +131,15 @@ def loaded_by(
             loader, following = following, None
 
 
-class _Loaded(NamedTuple):
-    """A batch, and what the worker has read since its last one."""
-
-    batch: Batch
-    counts: ReadCounts
+_Loaded = tuple[Batch, tuple[int, int, int]]  # a batch, and what the worker has read since its last one
 
 
-@final
-class _Counted:
-    """Adds to each batch of a worker what it has read for it."""
-
-    def __init__(self) -> None:
-        self._before = ReadCounts()
-
-    def __call__(self, batch: Batch) -> _Loaded:
-        counts, self._before = COUNTS.since(self._before), COUNTS.copy()
-        return _Loaded(batch, counts)
+def _counted(batch: Batch) -> _Loaded:
+    """Add to a batch of a worker what it has read for it."""
+    return batch, COUNTS.taken()
 
 
 def _counted_here(loaded: _Loaded) -> Batch:
-    COUNTS.add(loaded.counts)
-    return loaded.batch
+    batch, counts = loaded
+    COUNTS.add(*counts)
+    return batch

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
 from types import TracebackType
-from typing import final
+from typing import Any, final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -122,9 +122,16 @@ class Plain:
 
 
 def figures(row: StepRow) -> str:
-    """Format loss, metrics and samples per second of a step's row in ``metrics.jsonl``."""
+    """Format loss, metrics, samples per second and what was compiled of a step's row in ``metrics.jsonl``."""
     shown = {"loss": row["loss"], **row.get("metrics", {})}
-    return f"{_figures(shown)}  {row['samples_per_second']:,.0f} samples/s"
+    return f"{_figures(shown)}  {row['samples_per_second']:,.0f} samples/s{_compiled(row.get('facts', {}))}"
+
+
+def _compiled(facts: Mapping[str, Any]) -> str:
+    match facts.get("compiled") if isinstance(facts, Mapping) else None:
+        case {"graphs": int(graphs), "seconds": float(seconds)}:
+            return f"  {graphs} graphs compiled in {seconds:.0f} s"
+    return ""
 
 
 def _figures(metrics: Mapping[str, JsonNumber]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -35,9 +36,10 @@ def slowdown(settings: Settings, kind: str, *, at_once: int = 1, threads: int = 
 
 def _slowdown(settings: Settings, device: torch.device) -> float:
     recipe, strategy = settings.recipe, settings.strategy
+    numerics = replace(settings.numerics, compile=False)  # hooks and copies are the same
     with world_seen_by(0, settings, device) as world:
-        single = alone(recipe, recipe.model().to(device), RunContext(World.alone(device), settings.numerics))
-        replica = strategy.replica(recipe, RunContext(world, settings.numerics))
+        single = alone(recipe, recipe.model().to(device), RunContext(World.alone(device), numerics))
+        replica = strategy.replica(recipe, RunContext(world, numerics))
         replicas, part = (single, replica), settings.data_part(world)
         order, collate = settings.order(part.rank, part.size, replica.dealing), collate_of(recipe)
         batches = micro_batches(recipe.data("train"), order, device, collate=collate)

@@ -36,6 +36,7 @@ class StepRow(TypedDict):
     step_seconds: list[JsonNumber]
     samples_per_second: float
     metrics: NotRequired[dict[str, JsonNumber]]
+    facts: NotRequired[dict[str, Any]]
 
 
 class EvaluationRow(TypedDict):

@@ -60,6 +60,7 @@ class DDP(Strategy):
     averages_weights = True
 
     trains_multi_update = True
+    compiles = True
 
     compress: Compression = "none"
     powersgd_rank: Annotated[int, Range(least=1)] = 4

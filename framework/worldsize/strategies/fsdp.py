@@ -61,6 +61,7 @@ class FSDP(Strategy):
 
     averages_weights = True
     trains_multi_update = True
+    compiles = True
 
     shard: Literal["all", "node"] | Annotated[int, Range(least=1)] = "all"
     wrap: Wrap = "auto"

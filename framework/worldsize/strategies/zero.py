@@ -50,6 +50,7 @@ class ZeRO(Strategy):
 
     averages_weights = True
     trains_multi_update = True
+    compiles = True
 
     bucket_mb: Annotated[float, MEBIBYTES] = 25.0
     find_unused_parameters: bool = False

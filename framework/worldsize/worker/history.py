@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from worldsize.core import Evaluated, Event, RunStarted, StepDone
 from worldsize.records.metrics import last_metrics
@@ -22,14 +22,16 @@ class History:
     first: int = 0
     first_step_at: float | None = None  # Unix time
     metrics: Mapping[str, float] = field(default_factory=dict)
+    compiled: Mapping[str, Any] = field(default_factory=dict)  # by torch.compile, in this attempt
     evaluations: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
 
     def __call__(self, event: Event) -> None:
         match event:
             case RunStarted(first=first):
                 self.first, self.metrics = first, last_metrics(self.file) if first else {}
-            case StepDone():
+            case StepDone(facts=facts):
                 self.first_step_at = self.first_step_at or time.time()
+                self.compiled = facts.get("compiled", self.compiled)
             case Evaluated(step=step, metrics=metrics):
                 self.metrics = metrics
                 self.evaluations.append((step, metrics))

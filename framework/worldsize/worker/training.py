@@ -324,6 +324,7 @@ class Training:
             "first_step_at": self._history.first_step_at,
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "exit_reason": "completed",
+            **({"compiled": compiled} if (compiled := self._history.compiled) else {}),
             **({"stopped_early": last.stopped_early} if last.stopped_early else {}),
             **({"failed_saves": failed} if (failed := self._checkpoints.failed_saves()) else {}),
         }

@@ -74,10 +74,10 @@ class HfDataset(ArrowSource):
             raise ConfigError(f"{without_secrets(path)} stands for {len(files)} files. data.path must be one folder.")
         return files[0]
 
-    def finished(self, rows: list[dict[str, Any]], file: ByteFile, part: int) -> list[dict[str, Any]]:
+    def finished(self, rows: list[dict[str, Any]], parts: Sequence[int]) -> list[dict[str, Any]]:
         for name in self._images:
-            place = f"{file.name}, byte {int(self.index['start'][part])} ({name})"
-            for row in rows:
+            for row, part in zip(rows, parts, strict=True):
+                place = f"{self.file_of(part).name}, byte {int(self.index['start'][part])} ({name})"
                 row[name] = None if row[name] is None else _image(row[name], place, self.image_formats)
         return rows
 

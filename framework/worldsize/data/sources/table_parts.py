@@ -13,7 +13,7 @@ from worldsize.errors import missing_extra
 
 Array = NDArray[Any]
 Table = Any  # pyarrow's Table or RecordBatch
-_FEW = 16  # rows whose values are taken one by one, in less time than it takes to gather them first
+_FEW = 16  # rows that are sliced one by one, in less time than it takes to gather them
 _KEPT = 1024  # parts that a process keeps at most, even if they take no memory
 
 
@@ -36,21 +36,40 @@ class TablePart:
         self._table, self._names, self._columns = table, table.schema.names, table.columns
         self.row_bytes = table.nbytes // max(table.num_rows, 1)
 
-    def rows(self, numbers: list[int], form: str) -> list[dict[str, Any]]:
-        """Return the rows of these numbers as dicts, in the form that :class:`TableSource` describes."""
-        if form == "python" and len(numbers) < _FEW:
-            columns = self._columns
-            return [
-                dict(zip(self._names, [column[number].as_py() for column in columns], strict=True))
-                for number in numbers
-            ]
+    def row(self, number: int, form: str) -> dict[str, Any]:
+        """Return one row as a dict, in the form that :class:`TableSource` describes."""
+        if form == "python":  # in less time than a slice takes
+            return dict(zip(self._names, [column[number].as_py() for column in self._columns], strict=True))
+        return rows_of([self._table.slice(number, 1)], form)[0]
+
+    def pieces(self, numbers: list[int]) -> list[Table]:
+        """Return the rows of these numbers as tables, which are views of this one unless the rows are many."""
         first, count = numbers[0], len(numbers)
-        if numbers == list(range(first, first + count)):
-            chosen = self._table.slice(first, count)
-        else:
-            chosen = self._table.take(arrow().array(numbers, type=arrow().int64()))
-        values = [column.to_pylist() if form == "python" else _values(column) for column in chosen.columns]
-        return [dict(zip(self._names, row, strict=True)) for row in zip(*values, strict=True)] or [{}] * count
+        if count == 1 or numbers == list(range(first, first + count)):
+            return [self._table.slice(first, count)]
+        if count < _FEW:
+            return [self._table.slice(number, 1) for number in numbers]
+        return [self._table.take(arrow().array(numbers, type=arrow().int64()))]
+
+
+def rows_of(pieces: Sequence[Table], form: str) -> list[dict[str, Any]]:
+    """Return all rows of tables as dicts, in the form that :class:`TableSource` describes."""
+    if len(pieces) > 1:
+        try:
+            pieces = [_joined(pieces)]  # what is of one table is converted at once
+        except arrow().ArrowInvalid:  # the columns of files differ
+            return [row for piece in pieces for row in rows_of([piece], form)]
+    (table,) = pieces
+    names = table.schema.names
+    values = [column.to_pylist() if form == "python" else _values(column) for column in table.columns]
+    return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)] or [{}] * table.num_rows
+
+
+def _joined(pieces: Sequence[Table]) -> Table:
+    batch, table = arrow().RecordBatch, arrow().Table
+    if all(isinstance(piece, batch) for piece in pieces):
+        return arrow().concat_batches(pieces)
+    return arrow().concat_tables([table.from_batches([each]) if isinstance(each, batch) else each for each in pieces])
 
 
 @final
@@ -76,6 +95,12 @@ class TableReader:
         """Return the part in which each sample is, int64 [indices]."""
         wanted = numpy.array(indices, dtype=numpy.uint64)  # a signed number would be compared as a float
         return numpy.searchsorted(self._stops, wanted, side="right")
+
+    def rows_in(self, parts: Array, indices: Sequence[int]) -> list[int]:
+        """Return the row of each sample in its part, given the part in which each is."""
+        firsts = numpy.where(parts > 0, self._stops[parts - 1], 0)
+        rows: list[int] = (numpy.array(indices, dtype=numpy.uint64) - firsts.astype(numpy.uint64)).tolist()
+        return rows
 
     def first_of(self, part: int) -> int:
         """Return the number of a part's first sample."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 import numpy
 
 from worldsize.core import OneOf, Range
 from worldsize.data.sources.indexed import Array, IndexedSource
-from worldsize.data.sources.table_parts import Table, TableReader
+from worldsize.data.sources.table_parts import Table, TableReader, rows_of
 from worldsize.data.storage.byte_files import ByteFile, SampleError
 from worldsize.data.storage.index import Scan
 from worldsize.errors import ConfigError, neighbours
@@ -89,23 +91,43 @@ class TableSource(IndexedSource):
         return int(self.index["stop"][-1])
 
     def sample(self, index: int) -> dict[str, Any]:
-        return self._rows(int(self._reader.parts_of([index])[0]), [index])[0]
+        part = int(self._reader.parts_of([index])[0])
+        table = self._reader.part(part)
+        self.touch(self.file_of(part), table.row_bytes)
+        return self.finished([table.row(index - self._reader.first_of(part), self.format)], [part])[0]
 
     def read_each(self, indices: Sequence[int]) -> list[Any]:
         """Read several samples, in their order; what lies in one part is taken from it at once."""
         if not indices or min(indices) < 0 or max(indices) >= len(self):
             return super().read_each(indices)
+        parts = self._reader.parts_of(indices)
         places: dict[int, list[int]] = {}
-        for place, part in enumerate(self._reader.parts_of(indices).tolist()):
+        for place, part in enumerate(parts.tolist()):
             places.setdefault(part, []).append(place)
-        samples: list[Any] = [None] * len(indices)
         try:
-            for part, here in places.items():
-                for place, row in zip(here, self._rows(part, [indices[each] for each in here]), strict=True):
-                    samples[place] = row
+            rows = self._rows(self._reader.rows_in(parts, indices), places)
+            samples: list[Any] = [None] * len(indices)
+            for place, row in zip(chain.from_iterable(places.values()), rows, strict=True):
+                samples[place] = row
+            return self.finished(samples, parts.tolist())
         except SampleError:  # of one of them: each is read by itself, as on_error says
             return super().read_each(indices)
-        return samples
+
+    def _rows(self, numbers: Sequence[int], places: Mapping[int, Sequence[int]]) -> list[dict[str, Any]]:
+        """Return samples part by part.
+
+        Args:
+            numbers: the row of each sample in its part.
+            places: the parts, and which of the samples are in each.
+        """
+        pieces, sizes = [], Counter[int]()
+        for (part, here), file in zip(places.items(), self.index["file"][[*places]].tolist(), strict=True):
+            table = self._reader.part(part)
+            pieces += table.pieces([numbers[place] for place in here])
+            sizes[file] += table.row_bytes * len(here)
+        for file, size in sizes.items():
+            self.touch(self.files[file], size)
+        return rows_of(pieces, self.format)
 
     def bad_with(self, index: int) -> range:
         part = int(self._reader.parts_of([index])[0])
@@ -115,14 +137,6 @@ class TableSource(IndexedSource):
     def _reader(self) -> TableReader:
         return TableReader(self.index, self.keep, lambda row, *place: self.read_part(self.file_of(row), *place))
 
-    def _rows(self, part: int, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return samples of one part."""
-        file = self.file_of(part)
-        table, first = self._reader.part(part), self._reader.first_of(part)
-        self.touch(file, table.row_bytes * len(indices))
-        rows = table.rows([index - first for index in indices], self.format)
-        return self.finished(rows, file, part)
-
     def touch(self, file: ByteFile, size: int) -> None:
         """Prepare to take rows of about ``size`` bytes from a part of a file that has been read, or mapped.
 
@@ -130,8 +144,12 @@ class TableSource(IndexedSource):
             SampleError: the file is not as it was.
         """
 
-    def finished(self, rows: list[dict[str, Any]], file: ByteFile, part: int) -> list[dict[str, Any]]:
-        """Return the samples that rows of a part of the tables become."""
+    def finished(self, rows: list[dict[str, Any]], parts: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the samples that rows become, each of one of ``parts``.
+
+        Raises:
+            SampleError: one of them cannot be read.
+        """
         return rows
 
 

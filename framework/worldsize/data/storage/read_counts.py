@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import final
 
 
@@ -21,11 +21,11 @@ class ReadCounts:
     fetched: int = 0
     skipped: int = 0
 
-    def add(self, other: ReadCounts) -> None:
+    def add(self, read: int, fetched: int, skipped: int) -> None:
         """Add what another process has counted."""
-        self.read += other.read
-        self.fetched += other.fetched
-        self.skipped += other.skipped
+        self.read += read
+        self.fetched += fetched
+        self.skipped += skipped
 
     def reset(self) -> None:
         """Begin anew at zero, as a process does that has inherited the counts of another."""
@@ -33,11 +33,17 @@ class ReadCounts:
 
     def since(self, before: ReadCounts) -> ReadCounts:
         """Return the counts from ``before`` until now."""
-        return ReadCounts(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+        return ReadCounts(self.read - before.read, self.fetched - before.fetched, self.skipped - before.skipped)
 
     def copy(self) -> ReadCounts:
         """Return the counts as they are now."""
         return ReadCounts(self.read, self.fetched, self.skipped)
+
+    def taken(self) -> tuple[int, int, int]:
+        """Return the three counts, for :meth:`add`, and begin anew at zero."""
+        counts = self.read, self.fetched, self.skipped
+        self.reset()
+        return counts
 
 
 COUNTS = ReadCounts()

@@ -182,7 +182,7 @@ def take_part(
     seed_generators(stream(settings.training.seed, "init"), world.device)
     context = RunContext(
         world,
-        settings.numerics,
+        replace(settings.numerics, compile=False),  # a compiled pass has no operations to record
         seed=settings.training.seed,
         steps=settings.training.steps,
         workers=world.size,

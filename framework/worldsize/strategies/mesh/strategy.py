@@ -52,6 +52,7 @@ class Mesh(Strategy):
     """
 
     averages_weights = True
+    compiles = True
 
     data: Annotated[int | None, Range(least=1)] = None
     tensor: Annotated[int, Range(least=1)] = 1

@@ -107,7 +107,7 @@ class PeriodicSyncReplica(Replica):
 
     def facts(self) -> Mapping[str, Any]:
         """Return the bytes that each worker has sent since the run began, without evaluations and checkpoints."""
-        return {"sent_bytes": self._outer.sent_bytes}
+        return {**self._inner.facts(), "sent_bytes": self._outer.sent_bytes}
 
 
 _MOVING = ("scale", "_growth_tracker")  # entries of a gradient scaler's state that change

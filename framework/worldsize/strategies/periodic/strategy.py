@@ -19,6 +19,7 @@ class PeriodicSyncStrategy(Strategy):
     """Abstract: each worker takes ``inner_steps`` optimizer steps on its part of the batches between exchanges."""
 
     trains_multi_update = True
+    compiles = True
 
     inner_steps: Annotated[int, Range(least=1)] = 8
 
