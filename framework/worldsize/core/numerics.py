@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
-from worldsize.errors import ConfigError, neighbours
+from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:  # torch takes seconds
     from torch import Tensor
@@ -40,10 +40,6 @@ class Numerics:
             raise ConfigError(f"precision={self.precision!r} is unknown. Known: fp32, bf16, fp16.")
         if self.nonfinite not in ("stop", "skip", "ignore"):
             raise ConfigError(f"nonfinite={self.nonfinite!r} is unknown. Known: stop, skip, ignore.")
-        if self.compile_mode not in get_args(CompileMode):
-            raise ConfigError(
-                f"compile_mode={self.compile_mode!r} is unknown{neighbours(self.compile_mode, get_args(CompileMode))}"
-            )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or null for no clipping.")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from worldsize.core import MicroBatch, Recipe, Replica, RunContext, World
+from worldsize.core import ConfigError, MicroBatch, Recipe, Replica, RunContext, World
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
@@ -90,6 +90,11 @@ class Rank:
     def _stages(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
         """Build a rank that holds a part of some layers."""
         model = deferred.model
+        if self.context.numerics.compile and not self.recipe.blocks(model):
+            raise ConfigError(
+                "compile=true: the stages of a pipeline are compiled block by block, and Recipe.blocks names none. "
+                "Name the blocks, or set compile=false."
+            )
         full_state, data = self._full_state(model), self._data(mesh)
         chain = stages_of(self.recipe, model, self.schedule.stages, self.schedule.split)
         owned = Ownership(model, chain, pipeline=self.layout.pipeline, p=self._p)

@@ -55,6 +55,9 @@ class PipelineReplica(Replica):
                     collector.add(batch, self._recipe.evaluate(KnownOutput(output), batch.data))
         return collector
 
+    def facts(self) -> Mapping[str, Any]:
+        return self._inner.facts()
+
     def trained_weights(self) -> Mapping[str, Tensor]:
         return self._inner.trained_weights()
 
