@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from worldsize.checkpoints.save import Saver
 from worldsize.config.settings import Settings
 from worldsize.core import Listener, RunStarted, StepDone, World
+from worldsize.engine.before_update import BeforeUpdate
 from worldsize.engine.fit import TrainingProgress
 from worldsize.records.run_directory import RunDirectory
 from worldsize.worker.evaluation import EvaluationData
@@ -42,6 +43,11 @@ class Carried:
     _told: list[Listener] = field(default_factory=list)  # those that know that the run has started
     _beats: Heartbeat | None = None
     _saver: Saver | None = None
+
+    @cached_property
+    def before_update(self) -> BeforeUpdate:
+        """What each replica of this process calls in a step."""
+        return BeforeUpdate()
 
     @cached_property
     def train(self) -> Any:
