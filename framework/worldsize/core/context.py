@@ -96,6 +96,10 @@ class _Untimed(StepTiming):
         return nullcontext()
 
 
+def _ignore(losses: Sequence[Tensor], metrics: Mapping[str, Tensor]) -> None:
+    pass
+
+
 @final
 @dataclass(frozen=True)
 class Rendezvous:
@@ -142,7 +146,7 @@ class RunContext:
     faults: FaultPoints = field(default_factory=_NoFaults)
     stop: StopFlag = field(default_factory=_NeverStops)
     timing: StepTiming = field(default_factory=_Untimed)
-    before_update: Callable[[Sequence[Tensor], Mapping[str, Tensor]], None] = lambda losses, metrics: None
+    before_update: Callable[[Sequence[Tensor], Mapping[str, Tensor]], None] = field(default_factory=lambda: _ignore)
     """Called by replicas that go on without dead peers: in each step, before its update, with the losses and metrics
     of the step's StepResult. It may communicate with all workers, and raise if one of them is gone."""
 

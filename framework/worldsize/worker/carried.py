@@ -46,7 +46,7 @@ class Carried:
 
     @cached_property
     def before_update(self) -> BeforeUpdate:
-        """What each replica of this process calls in a step."""
+        """The function that each replica of this process calls in a step."""
         return BeforeUpdate()
 
     @cached_property
