@@ -121,7 +121,8 @@ def test_a_replacement_joins_with_the_state_of_its_peers_and_may_die_too(train: 
 def test_a_spare_takes_the_place_of_a_dead_rank_in_the_same_change(
     train: Any, undisturbed: Any, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
-    run = train(*OPTIONS, *FOUR, HEAL, "cluster.spares=2", faults(kill(1, 5), kill(4, 14)))
+    slow = {"action": "slow", "rank": None, "seconds": 0.1}  # so that both wait before the first one dies
+    run = train(*OPTIONS, *FOUR, HEAL, "cluster.spares=2", faults(kill(1, 5), kill(4, 14), slow))
     assert run.code == 0, run.error
     assert memberships(run.folder) == [[0, 1, 2, 3], [0, 2, 3, 4], [0, 2, 3, 5]]
     assert equal_parts(run.folder) == undisturbed()

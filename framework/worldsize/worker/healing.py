@@ -76,6 +76,7 @@ class HealingMember:
             INTERRUPTION.begin(self._channel.check)
         channel, heartbeat = self._channel, self._placement.heartbeat
         carried = Carried(self._settings, heartbeat, channel.begin_step, channel.finish)
+        carried.build(world)
         before: Membership | None = None
         while True:
             begun = time.perf_counter()
