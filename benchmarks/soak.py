@@ -6,6 +6,7 @@ uv run python benchmarks/soak.py spare 20        # the same kills; a spare, whic
 uv run python benchmarks/soak.py restart 20      # the same kills; all start again from the last checkpoint
 uv run python benchmarks/soak.py cost 5          # what being able to go on costs a step that nobody disturbs
 uv run python benchmarks/soak.py intervals 3     # checkpoint.every=auto beside fixed intervals, under the same kills
+uv run python benchmarks/soak.py simulated 5     # the same on a simulated clock, at three rates of failures
 uv run python benchmarks/soak.py terminate 20    # SIGTERM of a random rank; the run saves, exits with 75 and is resumed
 """
 
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +199,23 @@ def intervals(times: int, chance: random.Random) -> None:
         print(f"{choice:>5}: {total / times:.1f} s a run, {total / best:.3f} x the best fixed")
 
 
+def simulated(times: int, chance: random.Random) -> None:
+    """Compare the goodput of the two on a simulated clock, at three rates of failures, over ``times`` histories."""
+    sys.path.insert(0, str(REPOSITORY))
+    from tests.worker.test_save_interval import Fixed, automatic, goodput
+
+    seeds = [chance.randrange(1 << 30) for _ in range(times)]
+    for mtbf in (600.0, 3600.0, 20_000.0):
+        auto = statistics.mean(goodput(partial(automatic, declared=mtbf / 3600), mtbf, seed) for seed in seeds)
+        fixed = {
+            every: statistics.mean(goodput(lambda *_, every=every: Fixed(every), mtbf, seed) for seed in seeds)
+            for every in (30, 60, 120, 240, 480, 960, 1920)
+        }
+        every = max(fixed, key=lambda each: fixed[each])
+        print(f"a failure every {mtbf:.0f} s: auto {auto:.4f}, best fixed {fixed[every]:.4f} (every {every} steps), "
+              f"ratio {auto / fixed[every]:.4f}, worst fixed {min(fixed.values()):.4f}")  # fmt: skip
+
+
 def seconds_under_kills(every: str, pauses: list[float]) -> float:
     """Train a run that is killed after each of ``pauses`` until it ends; return the seconds from its first step on."""
     own = ["recipe=digits", "recipe.width=512", "steps=1500", "cluster.processes=2", "cluster.threads=1"]
@@ -230,6 +249,7 @@ if __name__ == "__main__":
         "restart": every_two_seconds([]),
         "cost": cost,
         "intervals": intervals,
+        "simulated": simulated,
         "terminate": terminate,
     }
     modes[sys.argv[1]](int(sys.argv[2]), random.Random(0))
