@@ -2,9 +2,11 @@
 
 uv run python benchmarks/soak.py kill 100        # SIGKILL of a random rank; the run restarts by itself
 uv run python benchmarks/soak.py heal 100        # SIGKILL of a random rank every 2 s; the others go on, another joins
+uv run python benchmarks/soak.py spare 20        # the same kills; a spare, which waits, takes the place at once
 uv run python benchmarks/soak.py restart 20      # the same kills; all start again from the last checkpoint
 uv run python benchmarks/soak.py cost 5          # what being able to go on costs a step that nobody disturbs
 uv run python benchmarks/soak.py intervals 3     # checkpoint.every=auto beside fixed intervals, under the same kills
+uv run python benchmarks/soak.py simulated 5     # the same on a simulated clock, at three rates of failures
 uv run python benchmarks/soak.py terminate 20    # SIGTERM of a random rank; the run saves, exits with 75 and is resumed
 """
 
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +103,10 @@ def kill_often(
     """Kill a random process of one run again and again, and compare the run with one that nobody disturbs.
 
     Goodput is the time that the steps from the first to the last kill take undisturbed, divided by the time that they
-    took.
+    took. The undisturbed run is made before and after, and the mean of both counts: they differ by what else the
+    machine does, and so does what is said of the run between them.
     """
+    expected = undisturbed(common)
     seconds, marks = list[float](), list[tuple[float, int]]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -124,10 +129,16 @@ def kill_often(
     seconds.sort()
     print(f"\n{len(seconds)} kills, exit {code}; from kill to next step: median {statistics.median(seconds):.2f} s, "
           f"95th percentile {seconds[int(0.95 * len(seconds))]:.2f} s, largest {seconds[-1]:.2f} s")  # fmt: skip
-    expected = undisturbed(common)
-    per_step = 1 / expected["samples_per_second"] * expected["samples"] / expected["steps"]
-    print(f"goodput by the clock: {per_step * (to_step - from_step) / (last - first):.3f}")
+    took = (last - first) / (to_step - from_step)
+    steps = [step_time(expected), step_time(undisturbed(common))]
+    print(f"goodput by the clock: {statistics.mean(steps) / took:.3f} (a step took {1e3 * took:.2f} ms; undisturbed "
+          f"{1e3 * steps[0]:.2f} ms before and {1e3 * steps[1]:.2f} ms after)")  # fmt: skip
     report(disturbed, expected)
+
+
+def step_time(result_: dict[str, Any]) -> float:
+    """Return the mean seconds of a step of a run, with its evaluations and saves."""
+    return float(result_["samples"] / result_["samples_per_second"] / result_["steps"])
 
 
 def terminate(times: int, chance: random.Random) -> None:
@@ -188,6 +199,23 @@ def intervals(times: int, chance: random.Random) -> None:
         print(f"{choice:>5}: {total / times:.1f} s a run, {total / best:.3f} x the best fixed")
 
 
+def simulated(times: int, chance: random.Random) -> None:
+    """Compare the goodput of the two on a simulated clock, at three rates of failures, over ``times`` histories."""
+    sys.path.insert(0, str(REPOSITORY))
+    from tests.worker.test_save_interval import Fixed, automatic, goodput
+
+    seeds = [chance.randrange(1 << 30) for _ in range(times)]
+    for mtbf in (600.0, 3600.0, 20_000.0):
+        auto = statistics.mean(goodput(partial(automatic, declared=mtbf / 3600), mtbf, seed) for seed in seeds)
+        fixed = {
+            every: statistics.mean(goodput(lambda *_, every=every: Fixed(every), mtbf, seed) for seed in seeds)
+            for every in (30, 60, 120, 240, 480, 960, 1920)
+        }
+        every = max(fixed, key=lambda each: fixed[each])
+        print(f"a failure every {mtbf:.0f} s: auto {auto:.4f}, best fixed {fixed[every]:.4f} (every {every} steps), "
+              f"ratio {auto / fixed[every]:.4f}, worst fixed {min(fixed.values()):.4f}")  # fmt: skip
+
+
 def seconds_under_kills(every: str, pauses: list[float]) -> float:
     """Train a run that is killed after each of ``pauses`` until it ends; return the seconds from its first step on."""
     own = ["recipe=digits", "recipe.width=512", "steps=1500", "cluster.processes=2", "cluster.threads=1"]
@@ -217,9 +245,11 @@ if __name__ == "__main__":
     modes = {
         "kill": kill,
         "heal": every_two_seconds([HEAL]),
+        "spare": every_two_seconds([HEAL, "cluster.spares=1"]),
         "restart": every_two_seconds([]),
         "cost": cost,
         "intervals": intervals,
+        "simulated": simulated,
         "terminate": terminate,
     }
     modes[sys.argv[1]](int(sys.argv[2]), random.Random(0))

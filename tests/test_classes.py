@@ -31,6 +31,7 @@ MANY_FIELDS = {
     "Schema": "keys of the configuration",
     "RunDirectory": "the paths of a run folder, a line each",
     "Settings": "a typed value for each section of the configuration, and the objects that these describe",
+    "RunContext": "what a process may ask of its run, each a contract of its own",
     "Attempt": "the keys of an attempt in run_manifest.json",
     "StepDone": "what a line of metrics.jsonl says of a step; listeners of others read it",
     "Kubernetes": "options of a launcher, from which its keys of the configuration are generated",

@@ -85,6 +85,17 @@ def test_a_kill_during_a_save_or_an_evaluation_costs_neither(train: Any, undistu
     assert not list((run.folder / "checkpoints").glob(".*"))
 
 
+@pytest.mark.parametrize("point", ["log:begin", "log:end"])
+@pytest.mark.parametrize("rank", [0, 2], ids=["the one that logs", "another"])
+def test_a_kill_while_a_step_is_logged_loses_no_row(train: Any, undisturbed: Any, rank: int, point: str) -> None:
+    """The losses are exchanged before the update: either all repeat the step, or those that are left have its row."""
+    every = "log_every=1"
+    run = train(*OPTIONS, *FOUR, HEAL, every, faults(kill(rank, 10, point=point)))
+    assert run.code == 0, run.error
+    assert memberships(run.folder) == [[0, 1, 2, 3], [each for each in range(4) if each != rank]]
+    assert equal_parts(run.folder) == undisturbed(every)
+
+
 def test_a_kill_at_the_very_end_leaves_a_complete_run(train: Any, undisturbed: Any) -> None:
     """The last step is saved before it is evaluated, and the process that evaluates and logs it dies."""
     run = train(*OPTIONS, *FOUR, HEAL, faults(kill(0, 24, point="evaluate:begin")))
@@ -110,7 +121,8 @@ def test_a_replacement_joins_with_the_state_of_its_peers_and_may_die_too(train: 
 def test_a_spare_takes_the_place_of_a_dead_rank_in_the_same_change(
     train: Any, undisturbed: Any, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
-    run = train(*OPTIONS, *FOUR, HEAL, "cluster.spares=2", faults(kill(1, 5), kill(4, 14), kill(5, 15)))
+    slow = {"action": "slow", "rank": None, "seconds": 0.1}  # so that both wait before the first one dies
+    run = train(*OPTIONS, *FOUR, HEAL, "cluster.spares=2", faults(kill(1, 5), kill(4, 14), kill(5, 15), slow))
     assert run.code == 0, run.error
     first, second, *others = memberships(run.folder)
     assert first == [0, 1, 2, 3]

@@ -105,11 +105,12 @@ def logged(world: World) -> tuple[float, Any, Any]:
     """Log one step whose losses and metrics are the numbers of the logical ranks."""
     mine = range(world.rank, TOTAL, world.size)
     sums = torch.tensor([[float(rank), 1.0] for rank in mine], dtype=torch.float64)
-    window = Window(world, 10, None, skipped=0, metrics=TrainingMetrics({}), logical_ranks=TOTAL)
+    window = Window(world, 10, None, metrics=TrainingMetrics({}), logical_ranks=TOTAL)
     window.fetching()
     window.stepping(measured=False)
-    window.add(StepResult([torch.tensor(float(rank)) for rank in mine], 0.1, metrics={"hits": sums}))
-    done = window.close(1, {}).event()
+    losses = [torch.tensor(float(rank)) for rank in mine]
+    window.add(losses, {"hits": sums})
+    done = window.close(1, {}).event(StepResult(losses, 0.1), skipped=0)
     saved = by_logical_rank({"hits": sums}, mine, world, logical_ranks=TOTAL)
     return done.loss, done.metrics, saved
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, final
+from typing import TYPE_CHECKING, Protocol, final
 
 from worldsize.core.cluster import World
 from worldsize.core.numerics import Numerics
 from worldsize.core.recipe import EvaluationBatch, MicroBatch, StateDict
 from worldsize.errors import ConfigError
+
+if TYPE_CHECKING:  # torch takes seconds
+    from torch import Tensor
 
 
 class DataSource(Protocol):
@@ -93,6 +96,10 @@ class _Untimed(StepTiming):
         return nullcontext()
 
 
+def _ignore(losses: Sequence[Tensor], metrics: Mapping[str, Tensor]) -> None:
+    pass
+
+
 @final
 @dataclass(frozen=True)
 class Rendezvous:
@@ -139,6 +146,9 @@ class RunContext:
     faults: FaultPoints = field(default_factory=_NoFaults)
     stop: StopFlag = field(default_factory=_NeverStops)
     timing: StepTiming = field(default_factory=_Untimed)
+    before_update: Callable[[Sequence[Tensor], Mapping[str, Tensor]], None] = field(default_factory=lambda: _ignore)
+    """Called by replicas that go on without dead peers: in each step, before its update, with the losses and metrics
+    of the step's StepResult. It may communicate with all workers, and raise if one of them is gone."""
 
     def meeting_place(self, *, needs: str) -> Rendezvous:
         """Return where this process connects to the processes that serve.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 from torch import Tensor
 
 from worldsize.collectives.step_timer import StepTimer
-from worldsize.core import Emit, Evaluated, MicroBatch, NonfiniteLossError, Replica, StepDone, World
+from worldsize.core import Emit, Evaluated, MicroBatch, NonfiniteLossError, Replica, StepDone, StepResult, World
 from worldsize.engine.agreement import Agreement
+from worldsize.engine.before_update import BeforeUpdate
 from worldsize.engine.training_metrics import TrainingMetrics
 from worldsize.engine.window import LoggedStep, Window
 
@@ -32,7 +35,7 @@ class LoopConfig:
     save_at_end: bool = False
     keeps_best: bool = False  # whether checkpoints are kept by the metrics of their step
     logical_ranks: int | None = None  # those of all ranks if some may have one less than others
-    logs_at_once: bool = False  # whether a logged step waits for all ranks, so that none of it is lost with one of them
+    logs_first: bool = False  # whether the log of a step is exchanged before its update: it is not lost with a process
     stop_on_nonfinite: bool = True  # whether a loss that is NaN or infinite ends the run with an error
 
     def logs(self, step: int) -> bool:
@@ -88,9 +91,10 @@ class LoopCallbacks:
     save_is_due: Callable[[int], bool] = lambda step: False  # besides those of the interval; alike on all ranks
     wants_stop: Callable[[], bool] = lambda: False  # returns whether this rank wants the run to end
     ends_early: Callable[[], str | None] = lambda: None  # returns why the run ends after the evaluations so far
-    begins: Callable[[], None] = lambda: None  # when the data of a step are loaded
+    at: Callable[[str], None] = lambda point: None  # at the points where a fault may be injected
     progressed: Callable[[TrainingProgress], None] = lambda progress: None  # when a step, evaluation or save is done
     examine: Callable[[StepDone], None] = lambda done: None  # between steps; its duration is not part of theirs
+    before_update: BeforeUpdate = field(default_factory=BeforeUpdate)  # calls the loop inside a step of the replica
 
 
 def fit(
@@ -124,12 +128,13 @@ def fit(
         world,
         config.batch_size,
         timer,
-        skipped=first.skipped,
         metrics=TrainingMetrics(first.metrics),
         logical_ranks=config.logical_ranks,
     )
     agreement = Agreement(world, callbacks.wants_stop, steps=config.steps)
-    return _Loop(replica, config, callbacks, window, agreement).run(iter(batches), first)
+    loop = _Loop(replica, config, callbacks, window, agreement)
+    with callbacks.before_update.calling(loop.add) if config.logs_first else nullcontext():
+        return loop.run(iter(batches), first)
 
 
 @final
@@ -139,19 +144,24 @@ class _Loop:
     ) -> None:
         self._replica, self._config, self._callbacks = replica, config, callbacks
         self._window, self._agreement = window, agreement
-        self._logged: LoggedStep | None = None  # the last logged step, until its event is emitted
+        self._begun = 0  # the step that was begun last
+        self._added = 0  # the step whose losses were added to the window last
+        self._skipped = 0  # steps whose update was skipped, since the run began
+        self._result: StepResult | None = None  # of the last step
+        self._closed: LoggedStep | None = None  # the step that is computed, if it is logged and was before its update
+        self._logged: Callable[[], StepDone] | None = None  # makes the event of the last logged step, until it is told
 
     def run(self, source: Iterator[Sequence[MicroBatch]], first: TrainingProgress) -> TrainingProgress:
-        config, window = self._config, self._window
+        config, self._skipped = self._config, first.skipped
         if not first.saved and config.saves(first.step):
             self._save(first.step, evaluated=first.evaluated)
         if not first.evaluated and config.evaluates(first.step):
             self._evaluate(first.step)
         is_due, reason = False, self._callbacks.ends_early()
         if reason is not None:
-            if config.save_at_end and config.logs_at_once:  # a save in flight was lost with the gang before
+            if config.save_at_end and config.logs_first:  # a save in flight was lost with the gang before
                 self._save(first.step, evaluated=True)
-            return TrainingProgress(first.step, window.skipped, stopped_early=reason)
+            return TrainingProgress(first.step, self._skipped, stopped_early=reason)
         for step in range(first.step + 1, config.steps + 1):
             self._step(step, source)
             is_due = config.evaluates(step)
@@ -167,43 +177,71 @@ class _Loop:
             if stops or config.saves(step) or self._callbacks.save_is_due(step):
                 self._save(step, evaluated=not is_due)
             if stops:
-                return TrainingProgress(step, window.skipped)
+                return TrainingProgress(step, self._skipped)
         if is_due:
             self._evaluate(config.steps)
         self._emit_logged()
-        return TrainingProgress(config.steps, window.skipped)
+        return TrainingProgress(config.steps, self._skipped)
 
     def _end_early(self, step: int, reason: str) -> TrainingProgress:
         """Log and save ``step`` as the last one of the run."""
         config = self._config
         if not config.logs(step):
-            self._logged = self._window.close(step, self._replica.facts())
+            self._tell_later(self._close(step))
         self._emit_logged(examine=False)
         if config.save_at_end or config.saves(step):
             self._save(step, evaluated=True)
-        return TrainingProgress(step, self._window.skipped, stopped_early=reason)
+        return TrainingProgress(step, self._skipped, stopped_early=reason)
 
     def _step(self, step: int, source: Iterator[Sequence[MicroBatch]]) -> None:
         window = self._window
         window.fetching()
         micro_batches = next(source)
         window.stepping(measured=self._config.measures(step, window.world.size))
-        self._callbacks.begins()
-        window.add(self._replica.step(micro_batches))
+        self._callbacks.at("step:compute")
+        self._begun = step
+        self._result = result = self._replica.step(micro_batches)
+        self._skipped += result.skipped
         evaluated, saved = not self._config.evaluates(step), not self._config.saves(step)
-        self._callbacks.progressed(TrainingProgress(step, window.skipped, evaluated, saved))
+        self._callbacks.progressed(TrainingProgress(step, self._skipped, evaluated, saved))
         window.stepped()
         self._emit_logged()  # the values of the previous step were gathered during this one
-        if self._config.logs(step):
-            self._logged = window.close(step, self._replica.facts())
-            if self._config.logs_at_once:
+        if self._added != step:
+            self.add(result.losses, result.metrics, occasional=result.occasional)
+        if (closed := self._closed) is not None:
+            self._closed = None
+            self._tell_later(closed)
+            if self._config.logs_first:
                 self._emit_logged()
+
+    def add(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor], *, occasional: bool = False) -> None:
+        """Add the losses of the step to the window, and exchange its log: before the update, if the loop logs first.
+
+        No rank then completes a step whose log may be lost: if a process dies before all have the log, all repeat the
+        step; if it dies later, the others have it.
+        """
+        self._added = self._begun
+        self._window.add(losses, metrics, occasional=occasional)
+        if self._config.logs(self._begun):
+            self._closed = self._close(self._begun)
+
+    def _close(self, step: int) -> LoggedStep:
+        self._callbacks.at("log:begin")
+        closed = self._window.close(step, self._replica.facts())
+        if self._config.logs_first:
+            closed = closed.received()
+            self._callbacks.at("log:end")
+        return closed
+
+    def _tell_later(self, closed: LoggedStep) -> None:
+        assert self._result is not None
+        self._logged = partial(closed.event, self._result, self._skipped)
 
     def _emit_logged(self, *, examine: bool = True) -> None:
         """Emit the event of the last logged step, unless it was emitted; all ranks examine it if steps follow."""
         if self._logged is None:
             return
-        done, self._logged = self._logged.event(), None
+        done, self._logged = self._logged(), None
         self._agreement.tell(done)
         self._callbacks.emit(done)
         if self._config.stop_on_nonfinite and not math.isfinite(done.loss):
@@ -217,15 +255,15 @@ class _Loop:
         with self._window.paused():
             self._callbacks.emit(Evaluated(step, self._callbacks.evaluate(step)))
         saved = not self._config.saves(step) or self._config.saves_first(step)
-        self._callbacks.progressed(TrainingProgress(step, self._window.skipped, saved=saved))
+        self._callbacks.progressed(TrainingProgress(step, self._skipped, saved=saved))
 
     def _save(self, step: int, *, evaluated: bool) -> None:
         self._emit_logged()  # the checkpoint includes everything logged so far
         with self._window.paused():
             window = self._window
             window.metrics.agree(window.world)  # before their sums are gathered
-            self._callbacks.save(TrainingProgress(step, window.skipped, evaluated, metrics=window.metrics.sums))
-        self._callbacks.progressed(TrainingProgress(step, window.skipped, evaluated))
+            self._callbacks.save(TrainingProgress(step, self._skipped, evaluated, metrics=window.metrics.sums))
+        self._callbacks.progressed(TrainingProgress(step, self._skipped, evaluated))
 
 
 def _explain(done: StepDone) -> str:

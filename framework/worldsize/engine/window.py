@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -30,10 +30,9 @@ class Window:
     world: World
     batch_size: int
     timer: StepTimer | None
-    skipped: int  # steps whose update was skipped, since the run began
     metrics: TrainingMetrics
     logical_ranks: int | None = None  # those of all ranks if some have one less than others; None: all equally many
-    _results: list[StepResult] = field(default_factory=list)
+    _losses: list[Sequence[Tensor]] = field(default_factory=list)
     _waited: float = 0.0  # seconds spent waiting for data
     _mark: float = 0.0  # time at which the step began to wait for its data
     _opened: float = field(default_factory=time.perf_counter)
@@ -49,11 +48,10 @@ class Window:
         if self.timer and measured:
             self.timer.start(data=seconds)
 
-    def add(self, result: StepResult) -> None:
-        """Add the result of the step."""
-        self._results.append(result)
-        self.metrics.add(result.metrics, occasional=result.occasional)
-        self.skipped += result.skipped
+    def add(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor], *, occasional: bool = False) -> None:
+        """Add the losses and metrics of the step, which are as in a StepResult; its update may follow."""
+        self._losses.append(losses)
+        self.metrics.add(metrics, occasional=occasional)
 
     def stepped(self) -> None:
         """Record that the step has ended."""
@@ -68,12 +66,15 @@ class Window:
         self._opened += time.perf_counter() - begun
 
     def close(self, step: int, facts: Mapping[str, Any]) -> LoggedStep:
-        """Start to gather the window's measurements from all ranks, and open the next window."""
+        """Start to gather the window's measurements from all ranks, and open the next window.
+
+        A step whose update follows is not among those whose time breakdown is gathered.
+        """
         elapsed = time.perf_counter() - self._opened
-        steps = len(self._results)
+        steps = len(self._losses)
         splits_s4 = self.timer.take() if self.timer else torch.empty(0, _SPLITS, dtype=torch.float64)
         times = torch.tensor([(elapsed - self._waited) / steps, elapsed / steps], dtype=torch.float64)
-        losses_sb = torch.stack([loss for result in self._results for loss in result.losses]).double().view(steps, -1)
+        losses_sb = torch.stack([loss for losses in self._losses for loss in losses]).double().view(steps, -1)
         own = losses_sb.shape[1]
         padding = missing(own, self.world, self.logical_ranks)
         names, metrics = self.metrics.take(self.world, padding)
@@ -85,15 +86,14 @@ class Window:
             batch_size=self.batch_size,
             rank=self.world.rank,
             logical_ranks=self.logical_ranks or own * self.world.size,
-            results=self._results,
+            steps=steps,
             measured=len(splits_s4),
             metrics=names,
-            skipped=self.skipped,
             waited=self._waited,
             facts=facts,
             gathered=start_all_gather(flat, self.world),
         )
-        self._results, self._waited, self._opened = [], 0.0, time.perf_counter()
+        self._losses, self._waited, self._opened = [], 0.0, time.perf_counter()
         return logged
 
 
@@ -107,13 +107,12 @@ class LoggedStep:
     rank: int
     logical_ranks: int
     """Logical ranks of all ranks, of which those with a high number may have one less than others."""
-    results: Sequence[StepResult]
-    """The result of each step of the window."""
+    steps: int
+    """Number of steps of the window."""
     measured: int
     """Number of steps of the window whose time was split into phases."""
     metrics: Sequence[str]
     """Names of the metrics of training."""
-    skipped: int
     waited: float
     """Seconds that the steps of the window waited for data on this rank."""
     facts: Mapping[str, Any]
@@ -126,14 +125,23 @@ class LoggedStep:
     depend on the number of steps that were not measured.
     """
 
-    def event(self) -> StepDone:
-        """Wait for the other ranks, and return the event of this step."""
+    def received(self) -> LoggedStep:
+        """Wait for the other ranks, so that nothing of this step can be lost with one of them."""
+        rows_pn = self.gathered()
+        return replace(self, gathered=lambda: rows_pn)
+
+    def event(self, last: StepResult, skipped: int) -> StepDone:
+        """Wait for the other ranks, and return the event of this step.
+
+        Args:
+            last: The result of this step.
+            skipped: Steps whose update was skipped, since the run began.
+        """
         rows_pn = self.gathered()
         splits, losses = self.measured * _SPLITS, -(-self.logical_ranks // len(rows_pn))
         sizes = [splits, 2, 2, losses, rows_pn.shape[1] - splits - 4 - losses]
         splits_pn, times_p2, nonfinite_p2, losses_pb, metrics_pn = torch.split(rows_pn, sizes, dim=1)
         splits_ps4 = splits_pn.view(len(rows_pn), self.measured, _SPLITS)
-        last = self.results[-1]
         means_p4 = splits_ps4.mean(1)
         compute, communication, update = means_p4[self.rank].tolist()[1:] if self.measured else [None] * 3
         return StepDone(
@@ -143,8 +151,8 @@ class LoggedStep:
             loss=_logged_loss(nonfinite_p2.tolist(), losses_pb.T.flatten()[: self.logical_ranks].tolist()),
             lr=last.lr,
             grad_norm=None if last.grad_norm is None else float(last.grad_norm),
-            skipped=self.skipped,
-            data_seconds=self.waited / len(self.results),
+            skipped=skipped,
+            data_seconds=self.waited / self.steps,
             step_seconds=tuple(times_p2[:, 0].tolist()),
             samples_per_second=self.batch_size / float(times_p2[:, 1].max()),
             facts=self.facts,

@@ -89,6 +89,7 @@ class ModelReplica(Replica):
         self.recipe = recipe
         self.world = context.world
         self.numerics = context.numerics
+        self._before_update = context.before_update
         self.model = train_state.model
         self.train_state = train_state
         self.reducer, self.dealing = reducer, reducer.dealing

@@ -47,11 +47,13 @@ class SynchronousReplica(ModelReplica):
         self.optimizer.zero_grad()
         records = self.reducer.run(micro_batches, self._backward)
         losses = self._weighed(self._parameters, records)
+        metrics = step_metrics(records)
+        self._before_update(losses, metrics)
         lr: float | None = self.optimizer.param_groups[0].get("lr")
         with phase("update"):
             norm, skipped = self._stepped(self._part, self._parameters)
             self.scaler.update()
-        return StepResult(losses, lr, norm, skipped, step_metrics(records))
+        return StepResult(losses, lr, norm, skipped, metrics)
 
     def _backward(self, batch: MicroBatch, scale: float) -> LossRecord:
         seed_generators(batch.seed, self.world.device)

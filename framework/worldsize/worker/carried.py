@@ -13,8 +13,10 @@ from torch.distributed import ProcessGroup
 from worldsize.checkpoints.save import Saver
 from worldsize.config.settings import Settings
 from worldsize.core import Listener, RunStarted, StepDone, World
+from worldsize.engine.before_update import BeforeUpdate
 from worldsize.engine.fit import TrainingProgress
 from worldsize.records.run_directory import RunDirectory
+from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.evaluation import EvaluationData
 from worldsize.worker.save_interval import SaveInterval
 from worldsize.world.heartbeat import Heartbeat
@@ -44,6 +46,11 @@ class Carried:
     _saver: Saver | None = None
 
     @cached_property
+    def before_update(self) -> BeforeUpdate:
+        """The function that each replica of this process calls in a step."""
+        return BeforeUpdate()
+
+    @cached_property
     def train(self) -> Any:
         """The training data that the recipe returns."""
         return self.settings.recipe.data("train")
@@ -52,6 +59,12 @@ class Carried:
     def evaluation(self) -> EvaluationData:
         """The data of evaluations."""
         return EvaluationData(self.settings)
+
+    def build(self, world: World) -> None:
+        """Build the data sets now, so that the members of a gang do not wait for a newcomer that builds its own."""
+        seed_generators(stream(self.settings.training.seed, "data"), world.device)  # the data set may draw its order
+        assert self.train is not None
+        self.evaluation.build(self.settings.evaluation.splits)
 
     def saver(self, run: RunDirectory, world: World, group: ProcessGroup | None) -> Saver:
         """Return the writer of checkpoints, for the ranks of ``world``, in whose ``group`` nothing else communicates.

@@ -18,6 +18,7 @@ from worldsize.checkpoints.peers import receive_state, send_state
 from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.config.settings import Settings
 from worldsize.core import Event, Listener, MembershipChanged, Replica, StepDone, World
+from worldsize.engine.before_update import BeforeUpdate
 from worldsize.engine.fit import TrainingProgress
 from worldsize.records.run_directory import RunDirectory
 from worldsize.worker.carried import Carried
@@ -60,12 +61,13 @@ class HealingMember:
         self._logs = False  # whether the listeners of the whole run are among its own
         self._has_logged = False  # and were in the membership before
 
-    def run(self, world: World, make_replica: Callable[[Settings, World], Replica]) -> int:
+    def run(self, world: World, make_replica: Callable[[Settings, World, BeforeUpdate], Replica]) -> int:
         """Train until the run ends or this process leaves; return the exit code.
 
         Args:
             world: This process, in no group.
-            make_replica: Makes its replica, given the settings and the world of a membership; all members call it.
+            make_replica: Makes its replica, given the settings and the world of a membership and what it calls before
+                it updates; all members call it.
 
         Raises:
             Exception: the program failed, and not because of a peer.
@@ -74,6 +76,7 @@ class HealingMember:
             INTERRUPTION.begin(self._channel.check)
         channel, heartbeat = self._channel, self._placement.heartbeat
         carried = Carried(self._settings, heartbeat, channel.begin_step, channel.finish)
+        carried.build(world)
         before: Membership | None = None
         while True:
             begun = time.perf_counter()
@@ -82,7 +85,8 @@ class HealingMember:
                 return 0
             try:
                 settings, world = self._joined(world, membership)
-                replica = self._with_newest_state(make_replica(settings, world), world, membership, carried)
+                replica = make_replica(settings, world, carried.before_update)
+                replica = self._with_newest_state(replica, world, membership, carried)
                 if before is not None or membership.members != tuple(range(self._settings.roles[world.role].processes)):
                     step = carried.progress.step if carried.progress else 0
                     self._tell(_changed(membership, before, step, time.perf_counter() - begun))
@@ -124,8 +128,8 @@ class HealingMember:
             return replica
         step, behind, progress = membership.steps[source], membership.behind, carried.progress
         evaluated, saved, carried.saves = self._done_after(step, world, carried)
-        last = self._last_logged(world, carried)
-        carried.unlogged = last if world.rank == 0 else None
+        carried.logged = self._last_logged(world, carried)  # also if only those remain that join now
+        carried.unlogged = carried.logged if world.rank == 0 else None
         if world.rank in behind:
             assert world.group is not None
             state, facts = receive_state(replica.state(), source, world.group, world.device)

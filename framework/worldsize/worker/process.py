@@ -10,14 +10,16 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from worldsize.config.recorded import read_settings
 from worldsize.config.settings import Settings
-from worldsize.core import Listener, Outcome, Replica, RunFailed, World
+from worldsize.core import Listener, Outcome, Replica, RunContext, RunFailed, World
 from worldsize.engine.averaging import AveragedReplica
+from worldsize.engine.before_update import BeforeUpdate
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import show_messages
 from worldsize.observe.transport import audit, listen_to_nccl, transport_warning, write
@@ -127,7 +129,7 @@ def _play(
         if settings.heals and settings.run.evaluates is None:
             return _heal(settings, run, world, placement, listeners, preemption, channel)
         _audit(settings, run, world)
-        replica = _replica(settings, run, world, placement, preemption)
+        replica = _replica(settings, context_of(settings, run, world, placement, preemption))
         if replica is None:
             return 0
         if settings.run.evaluates is not None:
@@ -154,9 +156,10 @@ def _heal(
             "this machine (cluster=laptop or node), or set strategy.on_failure=restart."
         )
 
-    def make_replica(settings: Settings, world: World) -> Replica:
+    def make_replica(settings: Settings, world: World, before_update: BeforeUpdate) -> Replica:
         seed_generators(stream(settings.training.seed, "init"), world.device)
-        replica = _replica(settings, run, world, placement, preemption)
+        context = context_of(settings, run, world, placement, preemption)
+        replica = _replica(settings, replace(context, before_update=before_update))
         assert replica is not None
         return replica
 
@@ -191,12 +194,9 @@ def _audit(settings: Settings, run: RunDirectory, world: World) -> None:
             _logger.warning("%s", said)
 
 
-def _replica(
-    settings: Settings, run: RunDirectory, world: World, placement: Placement, preemption: Preemption
-) -> Replica | None:
+def _replica(settings: Settings, context: RunContext) -> Replica | None:
     """Return the replica that this process trains; serve until the end and return None if it is a server."""
-    context = context_of(settings, run, world, placement, preemption)
-    serves = settings.roles[world.role].serves
+    serves = settings.roles[context.world.role].serves
     if serves:
         return settings.strategy.serve(settings.recipe, context)
     replica = settings.strategy.replica(settings.recipe, context)

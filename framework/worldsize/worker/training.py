@@ -235,9 +235,10 @@ class Training:
             save_is_due=self._checkpoints.is_due,
             ends_early=self._ends_early,
             wants_stop=lambda: self._preemption.is_wanted() or self._checkpoints.wants_stop(),
-            begins=partial(settings.faults.at, "step:compute"),
+            at=settings.faults.at,
             progressed=self._carried.note,
             examine=self._watch.measure_links if self._watch else _ignore,
+            before_update=self._carried.before_update,
         )
         timer = StepTimer(world.device) if settings.observe.step_breakdown else None
         watched = settings.faults.within(self._watched(batches, first.step, heartbeat), first.step)
