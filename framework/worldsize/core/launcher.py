@@ -129,6 +129,7 @@ class LaunchMethod(ABC):
     max_restarts: int = 0  # how often a failed gang is restarted from its last checkpoint
     save_grace: float = 30.0  # seconds between asking a run to save and end, and killing it
     heals: ClassVar[bool] = False  # whether it tells the processes of one host which of them live
+    heals_over_hosts: ClassVar[bool] = False  # and those of several hosts
 
     def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every cluster has something to check
         """Raise ConfigError for a cluster that cannot be started on, before a run folder exists."""

@@ -55,6 +55,8 @@ def agent(run: RunDirectory) -> int:
     if place.rank == 0:
         return _lead(settings, launcher, plan, run, place)
     waits = _waits(settings, launcher)
+    if settings.heals:  # its processes must have ended before the others go on without them
+        waits["silence"] /= 2
     connection = reach(place, _port(settings, run), read_key(run.path), facts=facts_of(settings.recipe, place), **waits)
     return Follower(launcher, plan, place, connection).follow()
 

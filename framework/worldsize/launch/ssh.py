@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Annotated, Any, final
+from typing import IO, Annotated, Any, ClassVar, final
 
 from worldsize.config.search_path import bundle
 from worldsize.core import AgentLauncher, Cluster, ConfigError, Job, Outcome, Plan, Range
@@ -24,6 +24,7 @@ from worldsize.core.launcher import cluster_option
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import write_key
 from worldsize.world.preemption import SIGNALS
+from worldsize.world.roles import heals
 
 _logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class Ssh(NodeLauncher, AgentLauncher):
 
     The code is the working directory, and worldsize's own clone if that lies elsewhere.
     """
+
+    heals_over_hosts: ClassVar[bool] = True
 
     hosts: Sequence[str] = cluster_option()  # as ssh knows them; the others must reach the first
     gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)  # each has a process
@@ -64,7 +67,8 @@ class Ssh(NodeLauncher, AgentLauncher):
     def launch_agents(self, plan: Plan) -> Job:
         write_key(plan.run_dir)
         self._everywhere(self._copy)
-        return _Agents([self._start(plan, node) for node in range(len(self.hosts))], self.save_grace)
+        agents = [self._start(plan, node) for node in range(len(self.hosts))]
+        return _Agents(agents, self.save_grace, heals=heals(plan.roles))
 
     def describe(self, plan: Plan) -> str:
         copies = [shlex.join(words) for host in self.hosts for words in self._copies(host)]
@@ -167,6 +171,7 @@ class _Agents(Job):
 
     agents: Sequence[_Agent]
     grace: float
+    heals: bool = False  # the others go on if one that is not the first ends
     _seen: list[int] = field(default_factory=list)
 
     def wait(self) -> Outcome:
@@ -180,7 +185,7 @@ class _Agents(Job):
             for number, handler in before.items():
                 signal.signal(number, handler)
         codes = [self._code(agent) for agent in self.agents]
-        return Outcome("ended", codes[0] or max(codes))
+        return Outcome("ended", codes[0] if self.heals else codes[0] or max(codes))
 
     def cancel(self) -> None:
         self.agents[0].tell("SIGTERM")
@@ -193,7 +198,9 @@ class _Agents(Job):
                 asked, deadline = True, time.monotonic() + self.grace
             if len(self._seen) > 1 or time.monotonic() > deadline:
                 return
-            if deadline == float("inf") and any(agent.process.poll() for agent in self.agents):
+            deciding = self.agents[:1] if self.heals else self.agents
+            ended = [agent.process.poll() for agent in deciding]
+            if deadline == float("inf") and (any(ended) or (self.heals and ended[0] is not None)):
                 deadline = time.monotonic() + self.grace  # the others shut down by themselves
             time.sleep(_POLL)
 

@@ -1,0 +1,221 @@
+"""The processes of another host, as the gang of the first host sees them: like its own, but started by an agent."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.core import Plan, Role
+from worldsize.launch.agent_connection import RemoteAgent
+from worldsize.launch.first_cause import ProcessError
+from worldsize.launch.handshake import Message
+from worldsize.launch.members import Member
+from worldsize.records.run_directory import RunDirectory
+from worldsize.world.heartbeat import Beat, write_beat
+from worldsize.world.roles import role_ranks
+
+_LAST = 10.0  # seconds that an agent may take to end a process; one that is silent longer than that is lost anyway
+
+
+@final
+class RemoteProcess:
+    """A process on another host, which its agent starts and ends.
+
+    ``order`` asks its agent for something.
+    """
+
+    def __init__(self, order: Callable[..., None]) -> None:
+        self._order = order
+        self._reader, self._writer = multiprocessing.Pipe(duplex=False)
+        self._has_ended = threading.Event()
+        self.sentinel = self._reader.fileno()
+        self.exitcode: int | None = None
+        self.pid: int | None = None
+
+    def is_alive(self) -> bool:
+        return not self._has_ended.is_set()
+
+    def terminate(self) -> None:
+        self._order(signal="SIGTERM")
+
+    def kill(self) -> None:
+        self._order(signal="SIGKILL")
+
+    def join(self) -> None:
+        """Wait until it has ended, or its agent fails to say so."""
+        if not self._has_ended.wait(_LAST):
+            self.end(-signal.SIGKILL)
+
+    def end(self, code: int) -> None:
+        """Record that it has ended."""
+        if self.is_alive():
+            self.exitcode = code
+            self._has_ended.set()
+            self._writer.send_bytes(b"!")  # not closed: a child that was forked meanwhile holds it open
+
+
+@final
+class RemotePipe:
+    """The pipe to a process on another host, through its agent."""
+
+    def __init__(self, tell: Callable[[Message], None]) -> None:
+        self._tell = tell
+        self._reader, self._writer = multiprocessing.Pipe(duplex=False)
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def send_bytes(self, data: bytes) -> None:
+        self._tell(json.loads(data))
+
+    def recv_bytes(self, maxlength: int) -> bytes:
+        return self._reader.recv_bytes(maxlength)
+
+    def deliver(self, message: Message) -> None:
+        """Let the gang receive what the process has said."""
+        self._writer.send_bytes(json.dumps(message).encode())
+
+
+@final
+class RemoteHost:
+    """Another host in one attempt: starts processes there, and keeps here what they say and leave.
+
+    Args:
+        agent: Its agent.
+        attempt: Number of the attempt.
+        run: The run folder, which all hosts share.
+        folder: Private folder of the gang, for the heartbeats and errors that arrive.
+        patience: Seconds of silence after which the host is lost.
+    """
+
+    def __init__(self, agent: RemoteAgent, attempt: int, run: RunDirectory, folder: Path, patience: float) -> None:
+        self.agent, self._attempt = agent, attempt
+        self._run, self._folder, self._patience = run, folder, patience
+        self._processes: dict[int, tuple[Member, RemoteProcess, RemotePipe]] = {}  # by global rank
+        self.is_lost = False
+        self._listener = threading.Thread(target=self._listen, daemon=True, name=f"node {agent.rank}")
+
+    def start(self, roles: Mapping[str, Role], role: str, rank: int, starts: int) -> Member:
+        """Start a process there; raise OSError if the host is lost."""
+        if self.is_lost:
+            raise ConnectionError(f"the host {self.agent.host} is lost")
+        number = role_ranks(roles)[role].start + rank
+        process = RemoteProcess(lambda **order: self._order(rank=number, **order))
+        pipe = RemotePipe(lambda message: self._order(rank=number, tell=message))
+        error, beat = self._folder / f"error_{number}_{starts}", self._folder / f"beat_{number}"
+        member = Member(role, rank, process, self._run.log(role, rank), error, beat, pipe)
+        self._processes[number] = member, process, pipe
+        self._order(rank=number, role=role, role_rank=rank, starts=starts)
+        return member
+
+    def holds(self, number: int) -> bool:
+        """Return whether the process with this global rank was last started there."""
+        return number in self._processes
+
+    def listen(self) -> None:
+        """Handle the messages of the agent, in a thread."""
+        self._listener.start()
+
+    def dismiss(self) -> None:
+        """End the attempt there, and wait until it has ended."""
+        if not self.is_lost:
+            self._order(abort=self._attempt)
+        self._listener.join()
+
+    def lose(self) -> None:
+        """Count the host, and with it all of its processes, as lost."""
+        self.is_lost = True
+        self.agent.connection.close()  # an agent that still listens ends its processes
+        cause = (
+            f"the host {self.agent.host} (node {self.agent.rank}) has not answered for {self._patience:g} s, or is gone"
+        )
+        for member, process, _ in [*self._processes.values()]:
+            if process.is_alive():
+                self._end(member, process, 1, {"time_ns": 0, "traceback": cause, "is_of_host": True})
+
+    def _order(self, **order: Any) -> None:
+        with suppress(OSError):  # noticed when its messages are received
+            self.agent.connection.send(**order)
+
+    def _listen(self) -> None:
+        try:
+            while "ended" not in (message := self.agent.connection.receive()):
+                self._take(message)
+        except OSError:
+            self.lose()
+
+    def _take(self, message: Message) -> None:
+        if message.get("rank") not in self._processes:
+            return
+        member, process, pipe = self._processes[message["rank"]]
+        match message:
+            case {"said": dict(said)}:
+                pipe.deliver(said)
+            case {"pid": int(pid)}:
+                process.pid = pid
+            case {"beat": list(beat)}:
+                write_beat(member.heartbeat, Beat(*beat))
+            case {"code": int(code), "error": error}:
+                self._end(member, process, code, error)
+
+    def _end(self, member: Member, process: RemoteProcess, code: int, error: ProcessError | None) -> None:
+        if error:
+            with suppress(OSError):  # the gang has ended, and removed its folder
+                draft = member.error.with_suffix(".draft")
+                draft.write_text(json.dumps(error))
+                draft.replace(member.error)
+        process.end(code)
+
+
+@final
+class RemoteHosts:
+    """All other hosts in one attempt, and which processes are theirs.
+
+    Args:
+        hosts: The hosts by their node ranks; those that are away are missing.
+        plan: The run.
+    """
+
+    def __init__(self, hosts: dict[int, RemoteHost], plan: Plan) -> None:
+        self.hosts, self._plan = hosts, plan
+        self.connections = [host.agent.connection for host in hosts.values()]
+
+    def node_of(self, number: int) -> int:
+        """Return the node on which the process with this global rank runs, or would be started."""
+        for node, host in self.hosts.items():
+            if host.holds(number):
+                return node
+        later = number - self._plan.world_size  # those of the plan are in the order of the hosts
+        if later < 0:
+            return number // self._plan.cluster.processes_per_node
+        there = [0, *(node for node in sorted(self.hosts) if not self.hosts[node].is_lost)]
+        return there[later % len(there)]
+
+    def start(self, role: str, rank: int, starts: int) -> Member | None:
+        """Start a process; None: it belongs to the first host. Raises OSError if its host is lost."""
+        node = self.node_of(role_ranks(self._plan.roles)[role].start + rank)
+        if node == 0:
+            return None
+        if node not in self.hosts:
+            raise ConnectionError(f"node {node} is away")
+        return self.hosts[node].start(self._plan.roles, role, rank, starts)
+
+    def listen(self) -> None:
+        """Handle the messages of all agents."""
+        for host in self.hosts.values():
+            host.listen()
+
+    def dismiss(self) -> None:
+        """End the attempt on all hosts, and wait until it has ended."""
+        for host in self.hosts.values():
+            host.dismiss()
