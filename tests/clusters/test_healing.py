@@ -99,3 +99,23 @@ def test_the_others_go_on_without_a_host_whose_link_is_cut(
     assert memberships == [[0, 1, 2, 3], [0, 2, 3]], output
     assert "the host h2 (node 1) has not answered for 6 s, or is gone; going on without it" in output
     assert digest == undisturbed("steps=120")
+
+
+def test_a_host_whose_link_comes_back_takes_part_again(
+    four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
+) -> None:
+    process = launch("steps=700", "launcher.node_timeout=6", f"faults=[{SLOW}]")
+    folder = begun(tmp_path / "project", after=8)
+    four.link(2, "down")
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "events.jsonl").exists():  # the others go on
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        four.link(2, "up")
+    digest, output, memberships = ended(process, tmp_path)
+    assert memberships[:2] == [[0, 1, 2, 3], [0, 2, 3]], output
+    assert memberships[-1] == [0, 2, 3, 1], output
+    assert "the host h2 (node 1) has come back" in output
+    assert digest == undisturbed("steps=700")

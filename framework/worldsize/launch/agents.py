@@ -20,10 +20,10 @@ from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, 
 from worldsize.launch.gang import Gang
 from worldsize.launch.handshake import Message
 from worldsize.launch.mailbox import Mailbox
+from worldsize.launch.meeting import Door
 from worldsize.launch.node import NodeLauncher, Rendezvous, start_process
 from worldsize.launch.outpost import Outpost
-from worldsize.launch.remote import RemoteHost, RemoteHosts
-from worldsize.records.run_directory import RunDirectory
+from worldsize.launch.remote import RemoteHosts
 from worldsize.world.environments import Node
 from worldsize.world.interfaces import address_towards, interface_of
 from worldsize.world.interfaces import variables as network_variables
@@ -38,13 +38,14 @@ class Lead(NodeLauncher, Launcher):
     """The agent of the first host: a launcher whose attempts run on all hosts."""
 
     node: Node = field(default_factory=Node)
-    others: Sequence[RemoteAgent] = ()
+    others: list[RemoteAgent] = field(default_factory=list)
+    door: Door | None = None  # where hosts of a gang that heals come back
 
     @staticmethod
-    def of(launcher: NodeLauncher, node: Node, others: Sequence[RemoteAgent]) -> Lead:
+    def of(launcher: NodeLauncher, node: Node, others: list[RemoteAgent], door: Door | None = None) -> Lead:
         """Build the launcher of the first host, with the grace periods of ``launcher``."""
         own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
-        return Lead(**own, node=node, others=others)
+        return Lead(**own, node=node, others=others, door=door)
 
     @property
     def other_hosts(self) -> Sequence[str]:
@@ -56,15 +57,13 @@ class Lead(NodeLauncher, Launcher):
         address = address_towards(self.node.first or "")
         listener = socket.create_server((address, 0))
         port: int = listener.getsockname()[1]
-        for other in self.others:
+        rendezvous, remote = _rendezvous(plan, address, port, address), None
+        if heals(plan.roles):
+            remote = RemoteHosts(self.others, plan, port, rendezvous.folder, self.node_timeout, self.door)
+        for other in () if remote else self.others:
             other.outcome = None
             with suppress(OSError):  # noticed when its messages are received
                 other.connection.send(attempt=plan.attempt, port=port)
-        rendezvous, remote = _rendezvous(plan, address, port, address), None
-        if heals(plan.roles):
-            run, folder = RunDirectory(plan.run_dir), rendezvous.folder
-            hosts = [RemoteHost(other, plan.attempt, run, folder, self.node_timeout) for other in self.others]
-            remote = RemoteHosts({host.agent.rank: host for host in hosts}, plan)
         gang = self.start_node(plan, self.node, rendezvous, remote)
         # after the fork, since it has a thread
         store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -72,7 +72,9 @@ class NodeLauncher(LaunchMethod):
         server = None
         if heals(plan.roles):
             cluster, most = plan.cluster, plan.logical_ranks
-            server = MembershipServer(members, patience=cluster.timeout, most=most, spares=cluster.spares)
+            server = MembershipServer(
+                members, patience=cluster.timeout, most=most, spares=cluster.spares, others=others
+            )
         return Gang(run, members, rendezvous.folder, graces, terminal=terminal, leads=node.rank == 0, server=server)
 
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
 from worldsize.core import Plan, Role
-from worldsize.launch.agent_connection import RemoteAgent
+from worldsize.launch.agent_connection import AgentConnection, RemoteAgent
 from worldsize.launch.first_cause import ProcessError
 from worldsize.launch.handshake import Message
+from worldsize.launch.meeting import Door
 from worldsize.launch.members import Member
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.heartbeat import Beat, write_beat
 from worldsize.world.roles import role_ranks
+
+_logger = logging.getLogger(__name__)
 
 _LAST = 10.0  # seconds that an agent may take to end a process; one that is silent longer than that is lost anyway
 
@@ -182,23 +186,65 @@ class RemoteHosts:
     """All other hosts in one attempt, and which processes are theirs.
 
     Args:
-        hosts: The hosts by their node ranks; those that are away are missing.
+        agents: Their agents, by node rank without the first; one that comes back replaces the one before.
         plan: The run.
+        port: Port at which the members of the gang meet.
+        folder: Private folder of the gang.
+        patience: Seconds of silence after which a host is lost.
+        door: Where hosts come back; None: none does.
     """
 
-    def __init__(self, hosts: dict[int, RemoteHost], plan: Plan) -> None:
-        self.hosts, self._plan = hosts, plan
-        self.connections = [host.agent.connection for host in hosts.values()]
+    def __init__(
+        self, agents: list[RemoteAgent], plan: Plan, port: int, folder: Path, patience: float, door: Door | None
+    ) -> None:
+        self._agents, self._plan, self._port = agents, plan, port
+        self._folder, self._patience, self._door = folder, patience, door
+        self.connections: list[AgentConnection] = []
+        self._hosts: dict[int, RemoteHost] = {}
+        for agent in agents:
+            self._include(agent)
+
+    @property
+    def returns(self) -> Sequence[Any]:
+        """What is readable when a host has come back, so that :meth:`welcome` has an answer."""
+        return [self._door.arrivals.arrival] if self._door else []
+
+    def welcome(self, present: Set[int]) -> Sequence[int]:
+        """Let a host that has come back take part, if the loss of its processes has been noticed.
+
+        ``present``: global ranks of the processes of the gang. Returns the ranks of those that are to be started there.
+        """
+        assert self._door is not None
+        agent = self._door.arrivals.get()
+        before, count = self._hosts[agent.rank], self._plan.cluster.processes_per_node
+        if not before.is_lost:
+            before.lose()
+        ranks = range(agent.rank * count, (agent.rank + 1) * count)
+        if not present.isdisjoint(ranks):
+            self._door.arrivals.put(agent)
+            return ()
+        self._agents[agent.rank - 1] = agent
+        self._include(agent)
+        self._hosts[agent.rank].listen()
+        _logger.warning("the host %s (node %d) has come back", agent.host, agent.rank)
+        return ranks
+
+    def _include(self, agent: RemoteAgent) -> None:
+        with suppress(OSError):  # noticed when its messages are received
+            agent.connection.send(attempt=self._plan.attempt, port=self._port)
+        run = RunDirectory(self._plan.run_dir)
+        self._hosts[agent.rank] = RemoteHost(agent, self._plan.attempt, run, self._folder, self._patience)
+        self.connections.append(agent.connection)
 
     def node_of(self, number: int) -> int:
         """Return the node on which the process with this global rank runs, or would be started."""
-        for node, host in self.hosts.items():
+        for node, host in self._hosts.items():
             if host.holds(number):
                 return node
         later = number - self._plan.world_size  # those of the plan are in the order of the hosts
         if later < 0:
             return number // self._plan.cluster.processes_per_node
-        there = [0, *(node for node in sorted(self.hosts) if not self.hosts[node].is_lost)]
+        there = [0, *(node for node in sorted(self._hosts) if not self._hosts[node].is_lost)]
         return there[later % len(there)]
 
     def start(self, role: str, rank: int, starts: int) -> Member | None:
@@ -206,16 +252,14 @@ class RemoteHosts:
         node = self.node_of(role_ranks(self._plan.roles)[role].start + rank)
         if node == 0:
             return None
-        if node not in self.hosts:
-            raise ConnectionError(f"node {node} is away")
-        return self.hosts[node].start(self._plan.roles, role, rank, starts)
+        return self._hosts[node].start(self._plan.roles, role, rank, starts)
 
     def listen(self) -> None:
         """Handle the messages of all agents."""
-        for host in self.hosts.values():
+        for host in self._hosts.values():
             host.listen()
 
     def dismiss(self) -> None:
         """End the attempt on all hosts, and wait until it has ended."""
-        for host in self.hosts.values():
+        for host in self._hosts.values():
             host.dismiss()
