@@ -119,3 +119,17 @@ def test_a_host_whose_link_comes_back_takes_part_again(
     assert memberships[-1] == [0, 2, 3, 1], output
     assert "the host h2 (node 1) has come back" in output
     assert digest == undisturbed("steps=700")
+
+
+def test_workers_come_and_go_and_the_first_host_may_have_none(
+    launch: Any, undisturbed: Callable[..., str], change_workers: Callable[..., str], begun: Any, tmp_path: Path
+) -> None:
+    process = launch("steps=250", f"faults=[{{action: kill, rank: 0, step: 5}}, {SLOW}]")
+    folder = begun(tmp_path / "project", after=12)
+    assert change_workers(folder, "list").count("worker") == 3
+    assert "worker 3" in change_workers(folder, "remove")
+    assert "worker 4, worker 5" in change_workers(folder, "add", "2")
+    digest, output, memberships = ended(process, tmp_path)
+    assert memberships[:2] == [[0, 1, 2, 3], [1, 2, 3]], output
+    assert set(memberships[-1]) == {1, 2, 4, 5}, output
+    assert digest == undisturbed("steps=250")

@@ -206,7 +206,7 @@ class RemoteHosts:
 
     @property
     def returns(self) -> Sequence[Any]:
-        """What is readable when a host has come back, so that :meth:`welcome` has an answer."""
+        """The file that is readable when a host has come back, for :meth:`welcome`; none if no host can."""
         return [self._door.arrivals.arrival] if self._door else []
 
     def welcome(self, present: Set[int]) -> Sequence[int]:
