@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -133,3 +134,33 @@ def test_workers_come_and_go_and_the_first_host_may_have_none(
     assert memberships[:2] == [[0, 1, 2, 3], [1, 2, 3]], output
     assert set(memberships[-1]) == {1, 2, 4, 5}, output
     assert digest == undisturbed("steps=250")
+
+
+def test_a_host_that_is_cut_off_while_it_logs_writes_no_more(
+    four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
+) -> None:
+    """It still reaches the run folder, and must not write there what the others write, too."""
+    faults = f"faults=[{{action: kill, rank: 0, step: 5}}, {SLOW}]"
+    process = launch("steps=120", "launcher.node_timeout=6", faults)
+    folder = begun(tmp_path / "project", after=12)
+    four.link(2, "down")  # the host of rank 1, which logs now
+    try:
+        digest, output, memberships = ended(process, tmp_path)
+    finally:
+        four.link(2, "up")
+    assert memberships == [[0, 1, 2, 3], [1, 2, 3], [2, 3]], output
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    steps = [line["step"] for line in lines if line["event"] == "step"]
+    assert steps == sorted(set(steps))
+    assert digest == undisturbed("steps=120")
+
+
+def test_a_signal_saves_on_all_hosts(launch: Any, begun: Any, tmp_path: Path) -> None:
+    process = launch("steps=2000", f"faults=[{{action: kill, rank: 2, step: 5}}, {SLOW}]")
+    folder = begun(tmp_path / "project", after=12)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    (attempt,) = json.loads((folder / "run_manifest.json").read_text())["attempts"]
+    assert attempt["exit_reason"] == "preempted"
+    assert (folder / "checkpoints" / f"step_{attempt['steps'][1]:07}").exists()
