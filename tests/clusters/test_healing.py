@@ -57,6 +57,10 @@ def undisturbed(reference_run: Any) -> Callable[..., str]:
     return run
 
 
+def _host(rank: int) -> str:
+    return f"h{rank % 4 + 1}"  # those that join later are dealt to the hosts, as the first ones are
+
+
 def ended(process: subprocess.Popen[str], root: Path) -> tuple[str, str, list[list[int]]]:
     """Wait for the end; return the digest, the output, and the members of each membership of the only attempt."""
     output, _ = process.communicate(timeout=300)
@@ -64,6 +68,7 @@ def ended(process: subprocess.Popen[str], root: Path) -> tuple[str, str, list[li
     (path,) = root.rglob("run_manifest.json")
     (attempt,) = json.loads(path.read_text())["attempts"]
     digest = json.loads((path.parent / "result.json").read_text())["state_digest"]
+    assert all(each["hosts"] == [_host(rank) for rank in each["members"]] for each in attempt["memberships"])
     return digest, output, [each["members"] for each in attempt["memberships"]]
 
 

@@ -42,7 +42,10 @@ class MembershipServer:
     @property
     def records(self) -> Sequence[MembershipRecord]:
         """The memberships so far."""
-        return self._roster.records
+        others = self._others
+        if others is None:
+            return self._roster.records
+        return [{**each, "hosts": [*map(others.host_of, each["members"])]} for each in self._roster.records]
 
     def awaited(self) -> tuple[Sequence[Pipe], float | None]:
         """Kill the members that hang; return the pipes to wait for, and the seconds until the next one may hang."""

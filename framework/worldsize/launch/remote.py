@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import signal
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
@@ -201,6 +202,7 @@ class RemoteHosts:
         self._folder, self._patience, self._door = folder, patience, door
         self.connections: list[AgentConnection] = []
         self._hosts: dict[int, RemoteHost] = {}
+        self._own: set[int] = set()  # global ranks of processes that were started on the first host
         for agent in agents:
             self._include(agent)
 
@@ -238,6 +240,8 @@ class RemoteHosts:
 
     def node_of(self, number: int) -> int:
         """Return the node on which the process with this global rank runs, or would be started."""
+        if number in self._own:
+            return 0
         for node, host in self._hosts.items():
             if host.holds(number):
                 return node
@@ -247,10 +251,16 @@ class RemoteHosts:
         there = [0, *(node for node in sorted(self._hosts) if not self._hosts[node].is_lost)]
         return there[later % len(there)]
 
+    def host_of(self, number: int) -> str:
+        """Return the name of the host of the process with this global rank."""
+        node = self.node_of(number)
+        return self._hosts[node].agent.host if node else socket.gethostname()
+
     def start(self, role: str, rank: int, starts: int) -> Member | None:
         """Start a process; None: it belongs to the first host. Raises OSError if its host is lost."""
         node = self.node_of(role_ranks(self._plan.roles)[role].start + rank)
         if node == 0:
+            self._own.add(role_ranks(self._plan.roles)[role].start + rank)
             return None
         return self._hosts[node].start(self._plan.roles, role, rank, starts)
 
