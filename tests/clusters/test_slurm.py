@@ -239,3 +239,41 @@ def test_torchrun_that_srun_starts_more_than_once_is_refused(slurm: Slurm, submi
     with pytest.raises(subprocess.CalledProcessError) as error:
         slurm.ask("srun", *tasks, python, *words, str(run.folder), PYTHON_EXEC=python)
     assert "the run would be started more than once" in error.value.stderr + error.value.stdout
+
+
+def test_a_run_that_heals_goes_on_without_a_node_that_is_taken_out(
+    slurm: Slurm, submit: Any, laptop: Any, begun: Any
+) -> None:
+    slow = "faults=[{action: sleep, rank: null, step: null, seconds: 0.1, attempt: null}]"
+    more = ("strategy.on_failure=heal", "launcher.node_timeout=6", "log_every=1")
+    run = submit("steps=150", "checkpoint.every=0", "checkpoint.at_end=true", *more, slow)
+    begun(run.folder, after=5)
+    slurm.ask("scontrol", "update", "nodename=127.0.0.2", "state=down", "reason=test")
+    try:
+        slurm.wait_for(job_of(run.folder), "COMPLETED")
+    finally:
+        with suppress(subprocess.CalledProcessError):  # the node may have resumed by itself
+            slurm.ask("scontrol", "update", "nodename=127.0.0.2", "state=resume")
+    assert reasons(run.folder) == ["completed"]
+    assert [each["members"] for each in manifest(run.folder)["attempts"][0]["memberships"]] == [[0, 1, 2, 3], [0, 1]]
+    assert state_digest(run.folder) == laptop("steps=150")
+
+
+def test_a_run_that_heals_is_saved_and_queued_again_and_ends_with_its_first_node(
+    slurm: Slurm, submit: Any, laptop: Any, begun: Any
+) -> None:
+    slow = "faults=[{action: sleep, rank: null, step: null, seconds: 0.1, attempt: null}]"
+    run = submit("steps=120", "strategy.on_failure=heal", "log_every=1", slow)
+    begun(run.folder, after=3)
+    slurm.ask("scancel", "--signal=USR1", job_of(run.folder))
+    slurm.wait_for(job_of(run.folder), "PENDING", "REQUEUED")
+    begun(run.folder, after=20)
+    slurm.ask("scontrol", "update", "nodename=127.0.0.1", "state=down", "reason=test")
+    slurm.wait_for(job_of(run.folder), "FAILED")
+    with suppress(subprocess.CalledProcessError):  # the node may have resumed by itself
+        slurm.ask("scontrol", "update", "nodename=127.0.0.1", "state=resume")
+    again = slurm.ask("sbatch", "--parsable", str(run.folder / "slurm.sh")).strip()
+    slurm.wait_for(again, "COMPLETED")
+    assert reasons(run.folder)[0] == "preempted"
+    assert reasons(run.folder)[-1] == "completed"
+    assert state_digest(run.folder) == laptop("steps=120")

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
+from typing import Any
 
 import pytest
 
@@ -21,13 +22,12 @@ from worldsize.world.membership import (
     receive,
     send,
 )
-from worldsize.world.membership import Pipe as End
 
 SECOND = Membership(2, (0, 2), (7, 7), {1: "killed by SIGKILL"})
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[MembershipChannel, End]]:
+def ends() -> Iterator[tuple[MembershipChannel, Any]]:
     ours, theirs = Pipe()
     channel = MembershipChannel(theirs, patience=0.2, detection=0.2)
     yield channel, ours
@@ -39,7 +39,7 @@ def until(happened: threading.Event) -> None:
     assert happened.wait(10)
 
 
-def test_a_membership_crosses_the_pipe(ends: tuple[MembershipChannel, End]) -> None:
+def test_a_membership_crosses_the_pipe(ends: tuple[MembershipChannel, Any]) -> None:
     channel, launcher = ends
     cut = threading.Event()
     channel.begin(1, cut.set)
@@ -55,7 +55,7 @@ def test_a_membership_crosses_the_pipe(ends: tuple[MembershipChannel, End]) -> N
 
 
 def test_whoever_was_a_member_waits_for_the_next_membership_no_longer_than_its_patience(
-    ends: tuple[MembershipChannel, End],
+    ends: tuple[MembershipChannel, Any],
 ) -> None:
     channel, _ = ends
     channel.begin(3, lambda: None)
@@ -63,14 +63,14 @@ def test_whoever_was_a_member_waits_for_the_next_membership_no_longer_than_its_p
         channel.next(4)
 
 
-def test_a_spare_waits_until_it_is_needed(ends: tuple[MembershipChannel, End]) -> None:
+def test_a_spare_waits_until_it_is_needed(ends: tuple[MembershipChannel, Any]) -> None:
     channel, launcher = ends
     threading.Timer(0.6, send, (launcher, SECOND.message())).start()
     assert channel.next(NEWCOMER) == SECOND
 
 
 def test_an_error_is_that_of_a_lost_peer_only_if_the_launching_process_says_so(
-    ends: tuple[MembershipChannel, End],
+    ends: tuple[MembershipChannel, Any],
 ) -> None:
     channel, launcher = ends
     channel.begin(1, lambda: None)
@@ -83,7 +83,7 @@ def test_an_error_is_that_of_a_lost_peer_only_if_the_launching_process_says_so(
     assert channel.is_cause_of(RuntimeError("[gloo] Connection closed by peer"))
 
 
-def test_the_first_steps_of_a_membership_are_reported_once(ends: tuple[MembershipChannel, End]) -> None:
+def test_the_first_steps_of_a_membership_are_reported_once(ends: tuple[MembershipChannel, Any]) -> None:
     channel, launcher = ends
     channel.begin(5, lambda: None)
     for _ in range(6):

@@ -89,10 +89,10 @@ def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMet
         if cluster.spares:
             raise ConfigError(f"cluster.spares={cluster.spares}: nobody waits for them. Set strategy.on_failure=heal.")
         return
-    if cluster.nodes > 1 or not launcher.heals:
+    if not launcher.heals or (cluster.nodes > 1 and not launcher.heals_over_hosts):
         raise ConfigError(
             f"strategy.on_failure=heal: {type(launcher).__name__} on {cluster.nodes} nodes does not tell processes "
-            "which others live. Set strategy.on_failure=restart, or train on one node (cluster=laptop or node)."
+            "which others live. Set strategy.on_failure=restart, or choose cluster=ssh, slurm, laptop or node."
         )
     if (least := cluster.min_processes or 1) > cluster.processes:
         raise ConfigError(f"cluster.min_processes={least} is more than the {cluster.processes} processes of the run.")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, NotRequired, TypedDict
 
 from worldsize.core.cluster import Cluster, Role
 
@@ -78,6 +78,7 @@ class MembershipRecord(TypedDict):
         left: Global ranks of those that were asked to leave.
         ended: Unix time at which the membership before ended, or at which the processes were started.
         began: Unix time at which all members trained; None: it ended before.
+        hosts: Names of the members' hosts, in their order, if there are several hosts.
     """
 
     number: int
@@ -87,6 +88,7 @@ class MembershipRecord(TypedDict):
     left: list[int]
     ended: float
     began: float | None
+    hosts: NotRequired[list[str]]
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class LaunchMethod(ABC):
     max_restarts: int = 0  # how often a failed gang is restarted from its last checkpoint
     save_grace: float = 30.0  # seconds between asking a run to save and end, and killing it
     heals: ClassVar[bool] = False  # whether it tells the processes of one host which of them live
+    heals_over_hosts: ClassVar[bool] = False  # and those of several hosts
 
     def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every cluster has something to check
         """Raise ConfigError for a cluster that cannot be started on, before a run folder exists."""

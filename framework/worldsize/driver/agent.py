@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch._dynamo  # takes seconds, like the next import: done here, before others wait for this host
@@ -20,7 +22,8 @@ from worldsize.driver.restarts import run_attempts
 from worldsize.errors import ConfigError
 from worldsize.launch.agent_connection import RemoteAgent
 from worldsize.launch.agents import Follower, Lead
-from worldsize.launch.meeting import gather, reach
+from worldsize.launch.handshake import Message
+from worldsize.launch.meeting import Door, gather, reach
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import read_key
 from worldsize.records.run_directory import RunDirectory
@@ -55,25 +58,35 @@ def agent(run: RunDirectory) -> int:
     if place.rank == 0:
         return _lead(settings, launcher, plan, run, place)
     waits = _waits(settings, launcher)
+    if settings.heals:  # its processes must have ended before the others go on without them
+        waits["silence"] /= 2
     connection = reach(place, _port(settings, run), read_key(run.path), facts=facts_of(settings.recipe, place), **waits)
     return Follower(launcher, plan, place, connection).follow()
 
 
 def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node) -> int:
     others: list[RemoteAgent] = []
-    with opened(run) as record:
-        code = 1
+    with opened(run) as record, ExitStack() as stack:
+        code, door = 1, None
         try:
             if place.count > 1:
                 facts = facts_of(settings.recipe, place)  # takes seconds, so before other hosts connect and wait
                 agents = gather(place, _port(settings, run), read_key(run.path), **_waits(settings, launcher))
                 others = [other for other, _ in agents]
                 check_hosts(settings, facts, [facts_there for _, facts_there in agents])
-            code = run_attempts(settings, Lead.of(launcher, place, others), plan, record)
+                if settings.heals:
+                    check = partial(_check_host, settings, facts)
+                    silence, port = launcher.node_timeout, _port(settings, run)
+                    door = stack.enter_context(Door(place, port, read_key(run.path), check, silence=silence))
+            code = run_attempts(settings, Lead.of(launcher, place, others, door), plan, record)
         finally:
             for other in others:
                 other.announce_end(code)
         return code
+
+
+def _check_host(settings: Settings, first: Message, other: Message) -> None:
+    check_hosts(settings, first, [other])
 
 
 def _waits(settings: Settings, launcher: NodeLauncher) -> dict[str, float]:

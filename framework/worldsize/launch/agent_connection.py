@@ -46,6 +46,9 @@ class AgentConnection:
                 return message
 
     def close(self) -> None:
+        """End the connection, also for processes that were forked meanwhile and hold it open."""
+        with suppress(OSError):  # it has ended
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from queue import Queue
+from functools import partial
 from typing import Any, final
 
 from torch._C._distributed_c10d import TCPStore
@@ -18,11 +19,16 @@ from worldsize.errors import WorldsizeError
 from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
 from worldsize.launch.gang import Gang
 from worldsize.launch.handshake import Message
-from worldsize.launch.node import NodeLauncher, Rendezvous
+from worldsize.launch.mailbox import Mailbox
+from worldsize.launch.meeting import Door
+from worldsize.launch.node import NodeLauncher, Rendezvous, start_process
+from worldsize.launch.outpost import Outpost
+from worldsize.launch.remote import RemoteHosts
 from worldsize.world.environments import Node
 from worldsize.world.interfaces import address_towards, interface_of
 from worldsize.world.interfaces import variables as network_variables
 from worldsize.world.preemption import PREEMPTED
+from worldsize.world.roles import heals
 from worldsize.world.scratch import private_folder
 
 
@@ -32,13 +38,14 @@ class Lead(NodeLauncher, Launcher):
     """The agent of the first host: a launcher whose attempts run on all hosts."""
 
     node: Node = field(default_factory=Node)
-    others: Sequence[RemoteAgent] = ()
+    others: list[RemoteAgent] = field(default_factory=list)
+    door: Door | None = None  # where hosts of a gang that heals come back
 
     @staticmethod
-    def of(launcher: NodeLauncher, node: Node, others: Sequence[RemoteAgent]) -> Lead:
+    def of(launcher: NodeLauncher, node: Node, others: list[RemoteAgent], door: Door | None = None) -> Lead:
         """Build the launcher of the first host, with the grace periods of ``launcher``."""
         own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
-        return Lead(**own, node=node, others=others)
+        return Lead(**own, node=node, others=others, door=door)
 
     @property
     def other_hosts(self) -> Sequence[str]:
@@ -50,13 +57,18 @@ class Lead(NodeLauncher, Launcher):
         address = address_towards(self.node.first or "")
         listener = socket.create_server((address, 0))
         port: int = listener.getsockname()[1]
-        for other in self.others:
+        rendezvous, remote = _rendezvous(plan, address, port, address), None
+        if heals(plan.roles):
+            remote = RemoteHosts(self.others, plan, port, rendezvous.folder, self.node_timeout, self.door)
+        for other in () if remote else self.others:
             other.outcome = None
             with suppress(OSError):  # noticed when its messages are received
                 other.connection.send(attempt=plan.attempt, port=port)
-        gang = self.start_node(plan, self.node, _rendezvous(plan, address, port, address))
+        gang = self.start_node(plan, self.node, rendezvous, remote)
         # after the fork, since it has a thread
         store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        if remote:
+            return _Healing(gang, remote, self.node_timeout, store)
         return _Joint(plan.attempt, gang, self.others, self.node_timeout, store)
 
     def describe(self, plan: Plan) -> str:
@@ -106,6 +118,27 @@ class _Joint(Job):
                 other.connection.send(abort=self.attempt)
 
 
+@final
+@dataclass
+class _Healing(Job):
+    """The processes of all hosts, which go on without those that die: one gang, led by the first host."""
+
+    gang: Gang
+    others: RemoteHosts
+    patience: float
+    store: TCPStore  # where the members meet, for as long as they live
+
+    def wait(self) -> Outcome:
+        with HeartbeatSender(self.others.connections, self.patience):
+            self.others.listen()
+            outcome = self.gang.wait()
+            self.others.dismiss()
+        return outcome
+
+    def cancel(self) -> None:
+        self.gang.cancel()
+
+
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
     """Combine the outcomes of a run's hosts; the first failure in time is the cause."""
     failed = [outcome for outcome in outcomes if outcome.failure]
@@ -137,7 +170,8 @@ def _rendezvous(plan: Plan, first: str, port: int, address: str) -> Rendezvous:
         "TORCHELASTIC_RESTART_COUNT": str(plan.attempt),
     }
     variables = {**_network(plan, address), **store}
-    return Rendezvous(private_folder(), plan.cluster.processes_per_node, "env://", variables, address)
+    place = f"tcp://{first}:{port}" if heals(plan.roles) else "env://"
+    return Rendezvous(private_folder(), plan.cluster.processes_per_node, place, variables, address)
 
 
 @final
@@ -146,7 +180,7 @@ class Follower:
 
     def __init__(self, launcher: NodeLauncher, plan: Plan, node: Node, connection: AgentConnection) -> None:
         self._launcher, self._plan, self._node, self._connection = launcher, plan, node, connection
-        self._messages: Queue[Message | None] = Queue()
+        self._messages: Mailbox[Message | None] = Mailbox()
         self._gang: Gang | None = None
         self._attempt = 0
         self._aborted = -1  # the last aborted attempt, which may not have begun here
@@ -163,7 +197,10 @@ class Follower:
             while (message := self._messages.get()) is not None:
                 if "over" in message:
                     return int(message["over"])
-                self._take_part(int(message["attempt"]), int(message["port"]))
+                if heals(self._plan.roles):
+                    self._serve(int(message["attempt"]), int(message["port"]))
+                else:
+                    self._take_part(int(message["attempt"]), int(message["port"]))
         raise WorldsizeError(
             f"the first node, {self._node.first}, has not answered for {self._launcher.node_timeout:g} s, or is gone."
         )
@@ -172,7 +209,7 @@ class Follower:
         with suppress(OSError):
             while True:
                 message = self._connection.receive()
-                if "abort" not in message:
+                if "abort" not in message or heals(self._plan.roles):
                     self._messages.put(message)
                 else:
                     self._call_off(int(message["abort"]))
@@ -185,6 +222,19 @@ class Follower:
         self._aborted = attempt
         if (gang := self._gang) and self._attempt == attempt:
             gang.abort()
+
+    def _serve(self, attempt: int, port: int) -> None:
+        """Run the processes of this host in a gang that heals, as the first host says."""
+        plan, first = replace(self._plan, attempt=attempt), self._node.first or ""
+        rendezvous = _rendezvous(plan, first, port, address_towards(first))
+        try:
+            outpost = Outpost(partial(start_process, plan, rendezvous), self._messages, self._connection, attempt)
+            if not outpost.run():
+                self._messages.put(None)
+        finally:
+            shutil.rmtree(rendezvous.folder, ignore_errors=True)
+        with suppress(OSError):  # the listening thread detects it, too
+            self._connection.send(ended=attempt)
 
     def _take_part(self, attempt: int, port: int) -> None:
         self._attempt = attempt

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypedDict, final
+from typing import NotRequired, TypedDict, final
 
 from worldsize.core import Failure, Outcome
 from worldsize.world.heartbeat import Beat
@@ -20,6 +20,7 @@ class ProcessError(TypedDict):
 
     time_ns: int
     traceback: str
+    is_of_host: NotRequired[bool]  # its host is lost: it has not failed itself
 
 
 @final
@@ -38,6 +39,11 @@ class Ending:
     def time_ns(self) -> int:
         """Time of the failure in ns; 0 without an error file, as if killed: that causes its peers' errors."""
         return self.error["time_ns"] if self.error else 0
+
+    @property
+    def has_failed_itself(self) -> bool:
+        """Whether the process left an error of its own, other than one that was killed, or whose host is lost."""
+        return self.error is not None and not self.error.get("is_of_host", False)
 
     @property
     def cause(self) -> str:

@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from worldsize.core import Job, Outcome
 from worldsize.launch.control import Control
@@ -119,17 +119,19 @@ class Gang(Job):
             sockets, seconds = control.awaited() if control else ((), None)
             pipes, patient = self._server.awaited() if self._server else ((), None)
             patience = min(each for each in (timeout, seconds, patient, FolderWatch.interval) if each is not None)
-            for ready in wait([*awaited, signals.arrival, self._abort.arrival, *sockets, *pipes], patience):
+            files: list[Any] = [*awaited, signals.arrival, self._abort.arrival, *sockets, *pipes]
+            ready: Any
+            for ready in wait(files, patience):
                 if ready == signals.arrival:
                     signals.drain()
                 elif ready == self._abort.arrival:
                     break
                 elif control and isinstance(ready, socket.socket):
                     control.answer(ready)
-                elif self._server and isinstance(ready, Connection):
+                elif self._server and ready in pipes:
                     self._server.answer(ready)
                 else:
-                    self._note_end(awaited[ready])  # type: ignore[index]
+                    self._note_end(awaited[ready])
             if deadline is None and self._members.must_end:
                 deadline = time.monotonic() + self._graces.failure
 

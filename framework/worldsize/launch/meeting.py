@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import Self, final
 
 from worldsize.errors import WorldsizeError
 from worldsize.launch.admission import Admission
 from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
 from worldsize.launch.bounded_io import receive_exactly
 from worldsize.launch.handshake import Message, MessageSeal, NotOfThisRunError, Turn, follow
+from worldsize.launch.mailbox import Mailbox
 from worldsize.launch.run_key import RunKey
+from worldsize.messages import CONFIG_ERROR
 from worldsize.world.environments import Node
 from worldsize.world.interfaces import address_towards
 
+_logger = logging.getLogger(__name__)
+
+_LOOK = 0.2  # seconds between two looks at whether the door is closed
 _RETRY = 0.1  # seconds
 _CONNECT = 5.0  # seconds
 _HANDSHAKE = 10.0  # seconds
@@ -61,6 +69,46 @@ def arrivals(
             if len(agents) == len(expected):
                 break
     return [agents[rank] for rank in sorted(agents)]
+
+
+@final
+class Door:
+    """Admits the hosts that come back while a run goes on, from a thread of its own, while its context is open.
+
+    ``check`` gets the facts of a host, and raises WorldsizeError if it may not take part; the others as :func:`gather`.
+    """
+
+    def __init__(self, node: Node, port: int, key: RunKey, check: Callable[[Message], None], *, silence: float) -> None:
+        self.arrivals: Mailbox[RemoteAgent] = Mailbox()
+        self._node, self._port, self._key, self._check, self._silence = node, port, key, check, silence
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._admit, daemon=True, name="door")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_closed.set()
+        self._thread.join()
+
+    def _admit(self) -> None:
+        expected = range(1, self._node.count)
+        try:
+            listener = _listening(self._node, self._port)
+        except WorldsizeError as error:
+            _logger.error("no host can come back: %s", error)
+            return
+        with listener, Admission(listener, self._key, expected, silence=self._silence) as admission:
+            while not self._is_closed.is_set():
+                for agent, facts in admission.arrivals(deadline=time.monotonic() + _LOOK):
+                    try:
+                        self._check(facts)
+                    except WorldsizeError as error:
+                        _logger.error("%s", error)
+                        agent.announce_end(CONFIG_ERROR)
+                    else:
+                        self.arrivals.put(agent)
 
 
 def _listening(node: Node, port: int) -> socket.socket:

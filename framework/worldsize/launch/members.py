@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import final
+from typing import Protocol, final
 
 from worldsize.core import Role
 from worldsize.launch.first_cause import Ending, ProcessError
@@ -25,6 +24,21 @@ _logger = logging.getLogger(__name__)
 _FULL_BYTES = 64 << 10  # bytes; with less free space a process may fail to write its error
 
 
+class Process(Protocol):
+    """A process of a gang, on this host or another."""
+
+    @property
+    def sentinel(self) -> int: ...
+    @property
+    def exitcode(self) -> int | None: ...
+    @property
+    def pid(self) -> int | None: ...
+    def is_alive(self) -> bool: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+    def join(self) -> None: ...
+
+
 @final
 @dataclass(frozen=True)
 class Member:
@@ -32,7 +46,7 @@ class Member:
 
     role: str
     rank: int  # in its role
-    process: BaseProcess
+    process: Process
     log: Path
     error: Path
     heartbeat: Path
@@ -167,12 +181,12 @@ class Members:
     def _heal(self, member: Member, *, is_ending: bool) -> None:
         """Go on without a failed process, or restart it too, unless its error is one that met another at that step."""
         ending = member.ending()  # before its files become those of the process that takes its place
-        errors = [lost.beat for lost in map(Member.ending, self.lost) if lost.error]
+        errors = [lost.beat for lost in map(Member.ending, self.lost) if lost.has_failed_itself]
         if is_ending:  # the others have done all steps, or saved
             self.ended.remove(member)
             self.current.remove(member)
             self.lost.append(member)
-        elif not ending.error or _step(ending.beat) not in map(_step, errors):
+        elif not ending.has_failed_itself or _step(ending.beat) not in map(_step, errors):
             self._replace(member)
 
     def _replace(self, member: Member) -> None:

@@ -9,9 +9,10 @@ from typing import final
 
 from worldsize.core import ConfigError, MembershipRecord
 from worldsize.launch.members import Member, Members
+from worldsize.launch.remote import RemoteHosts
 from worldsize.launch.roster import Roster
 from worldsize.world.membership import Message, Pipe, receive, send
-from worldsize.world.roles import role_ranks
+from worldsize.world.roles import role_of, role_ranks
 
 _logger = logging.getLogger(__name__)
 
@@ -22,18 +23,29 @@ class MembershipServer:
 
     ``members``: the processes, which have been started; ``patience``: seconds that one has to stop before it counts as
     hung, and is killed; ``most``: as many processes can train; ``spares``: the last of the processes wait until others
-    die.
+    die; ``others``: the other hosts, which may come back.
     """
 
-    def __init__(self, members: Members, *, patience: float, most: int, spares: int = 0) -> None:
-        self._members, self._most = members, most
+    def __init__(
+        self,
+        members: Members,
+        *,
+        patience: float,
+        most: int,
+        spares: int = 0,
+        others: RemoteHosts | None = None,
+    ) -> None:
+        self._members, self._most, self._others = members, most, others
         ranks = [self._rank(member) for member in members.current]
         self._roster = Roster(tuple(ranks[: len(ranks) - spares]), self._tell, patience)
 
     @property
     def records(self) -> Sequence[MembershipRecord]:
         """The memberships so far."""
-        return self._roster.records
+        others = self._others
+        if others is None:
+            return self._roster.records
+        return [{**each, "hosts": [*map(others.host_of, each["members"])]} for each in self._roster.records]
 
     def awaited(self) -> tuple[Sequence[Pipe], float | None]:
         """Kill the members that hang; return the pipes to wait for, and the seconds until the next one may hang."""
@@ -42,10 +54,14 @@ class MembershipServer:
                 _logger.error("%s %d does not answer; going on without it", member.role, member.rank)
                 member.process.kill()
         pipes = [member.pipe for member in self._members.current if member.pipe is not None and not member.pipe.closed]
-        return pipes, self._roster.seconds_left
+        returns = self._others.returns if self._others and not self._members.ended else []
+        return [*pipes, *returns], self._roster.seconds_left
 
     def answer(self, ready: Pipe) -> None:
         """Read a message from one of these pipes."""
+        if self._others and ready in self._others.returns:
+            self._take_in(self._others)
+            return
         member = next((each for each in self._members.current if each.pipe is ready), None)
         try:
             message = receive(ready)
@@ -83,6 +99,14 @@ class MembershipServer:
         """Let the others go on without ``member``, which then ends."""
         self._members.leaving.append(member)
         self._roster.leave(self._rank(member))
+
+    def _take_in(self, others: RemoteHosts) -> None:
+        """Start the processes of a host that has come back, which join between two steps."""
+        for rank in others.welcome({self._rank(member) for member in self._members.current}):
+            try:
+                self._members.add(*role_of(rank, self._members.roles))
+            except OSError as error:
+                _logger.error("%s", error)
 
     def _rank(self, member: Member) -> int:
         return role_ranks(self._members.roles)[member.role].start + member.rank

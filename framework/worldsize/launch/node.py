@@ -20,6 +20,7 @@ from worldsize.core.limits import GRACE, SECONDS
 from worldsize.launch.gang import Gang, Graces
 from worldsize.launch.members import Member, Members
 from worldsize.launch.membership_server import MembershipServer
+from worldsize.launch.remote import RemoteHosts
 from worldsize.launch.terminal import Terminal
 from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.world.environments import Node, Placement
@@ -47,19 +48,23 @@ class NodeLauncher(LaunchMethod):
     node_timeout: Annotated[float, SECONDS] = 10.0  # seconds without a heartbeat after which a host is lost
     terminal_logs: bool = True  # show each process's output with its "[worker 3]" prefix
 
-    def start_node(self, plan: Plan, node: Node, rendezvous: Rendezvous) -> Gang:
-        """Start the processes of ``node``."""
+    def start_node(self, plan: Plan, node: Node, rendezvous: Rendezvous, others: RemoteHosts | None = None) -> Gang:
+        """Start the processes of ``node``; of a gang that heals also those of the ``others``."""
         run = RunDirectory(plan.run_dir)
         terminal = Terminal() if self.terminal_logs else None
-        start = partial(_start, plan, run, rendezvous)
+
+        def start(role: str, rank: int, starts: int) -> Member:
+            elsewhere = others.start(role, rank, starts) if others else None
+            return elsewhere or start_process(plan, rendezvous, role, rank, starts)
+
         members = Members(plan.roles, start, max_restarts=self.max_restarts, terminal=terminal)
         graces = Graces(self.grace, self.interrupt_grace, self.save_grace)
         first = node.rank * rendezvous.local_size
+        own = range(first, first + rendezvous.local_size)
+        spares = range(plan.world_size, plan.world_size + plan.cluster.spares)
         try:
-            for rank in range(first, first + rendezvous.local_size):
+            for rank in (*(range(plan.world_size) if others else own), *spares):
                 members.add(*role_of(rank, plan.roles))
-            for spare in range(plan.cluster.spares):
-                members.add(*role_of(plan.world_size + spare, plan.roles))
         except BaseException:
             members.kill()  # it would wait for ranks that never start
             shutil.rmtree(rendezvous.folder, ignore_errors=True)
@@ -67,7 +72,9 @@ class NodeLauncher(LaunchMethod):
         server = None
         if heals(plan.roles):
             cluster, most = plan.cluster, plan.logical_ranks
-            server = MembershipServer(members, patience=cluster.timeout, most=most, spares=cluster.spares)
+            server = MembershipServer(
+                members, patience=cluster.timeout, most=most, spares=cluster.spares, others=others
+            )
         return Gang(run, members, rendezvous.folder, graces, terminal=terminal, leads=node.rank == 0, server=server)
 
 
@@ -90,15 +97,18 @@ class Rendezvous:
         return Rendezvous(folder, plan.world_size, f"file://{folder}/store", network)
 
     def placement(self, plan: Plan, rank: int) -> Placement:
-        local = rank % self.local_size if rank < plan.world_size else rank
+        joined = self.local_size + (rank - plan.world_size) // plan.cluster.nodes  # later than those of the plan
+        local = rank % self.local_size if rank < plan.world_size else joined
         beat = self.folder / f"beat_{rank}"
         return Placement(rank, plan.world_size, local, self.local_size, self.store, plan.attempt, beat, 0, self.address)
 
 
-def _start(plan: Plan, run: RunDirectory, rendezvous: Rendezvous, role: str, rank: int, starts: int) -> Member:
+def start_process(plan: Plan, rendezvous: Rendezvous, role: str, rank: int, starts: int) -> Member:
+    """Start a process of this host, given its role, its rank there, and how often it was started before."""
     import worldsize.worker.process  # noqa: F401 - takes seconds, so once before the fork instead of in every worker
 
     placement = replace(rendezvous.placement(plan, role_ranks(plan.roles)[role].start + rank), starts=starts)
+    run = RunDirectory(plan.run_dir)
     log = run.log(role, rank)
     make_folder_of(log, run)
     run.error(role, rank).unlink(missing_ok=True)  # left by an earlier attempt

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, final
+from typing import Annotated, Any, ClassVar, final
 
 from worldsize.core import BatchLauncher, Cluster, ConfigError, Plan, Range
 from worldsize.core.launcher import cluster_option
@@ -18,6 +18,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import write_key
 from worldsize.launch.templates import filled
+from worldsize.world.roles import heals
 
 _PATIENCE = 60.0  # seconds for one of Slurm's commands
 SCRIPT = "slurm.sh"
@@ -28,6 +29,8 @@ _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 @dataclass(frozen=True)
 class Slurm(NodeLauncher, BatchLauncher):
     """Submits one job, in which srun starts one agent per node."""
+
+    heals_over_hosts: ClassVar[bool] = True
 
     time: str | None = cluster_option(None)  # limit, e.g. 02:00:00; the run saves before it and is queued again
     partition: str | None = cluster_option(None)
@@ -112,6 +115,7 @@ class Slurm(NodeLauncher, BatchLauncher):
             srun_options=f" --container-image={shlex.quote(self.container)}" if self.container else "",
             max_requeues=self.max_requeues,
             exclude_slow=self.exclude_slow,
+            heals=heals(plans[0].roles),
             excluded=shlex.quote(self.exclude or ""),
         )
 
@@ -136,6 +140,7 @@ class Slurm(NodeLauncher, BatchLauncher):
         }
         flags = [("exclusive", None)] if self.exclusive else []
         given = [(name, value) for name, value in named.items() if value is not None]
+        flags += [("no-kill", None)] if heals(plans[0].roles) else []
         return [*given, ("requeue", None), *flags, *self.options.items()]
 
 

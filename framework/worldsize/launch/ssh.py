@@ -11,23 +11,28 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, Annotated, Any, final
+from typing import IO, Annotated, Any, ClassVar, final
 
 from worldsize.config.search_path import bundle
 from worldsize.core import AgentLauncher, Cluster, ConfigError, Job, Outcome, Plan, Range
 from worldsize.core.launcher import cluster_option
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import write_key
+from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import look
 from worldsize.world.preemption import SIGNALS
+from worldsize.world.roles import heals
 
 _logger = logging.getLogger(__name__)
 
 _POLL = 0.1  # seconds
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # seconds until the agent of a lost host is started again
 _UNREACHED = 255  # exit code of ssh's own errors
 _LEFT_OUT = (".git", ".venv", "__pycache__", "*.egg-info", "wandb", "node_modules")
 
@@ -39,6 +44,8 @@ class Ssh(NodeLauncher, AgentLauncher):
 
     The code is the working directory, and worldsize's own clone if that lies elsewhere.
     """
+
+    heals_over_hosts: ClassVar[bool] = True
 
     hosts: Sequence[str] = cluster_option()  # as ssh knows them; the others must reach the first
     gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)  # each has a process
@@ -64,7 +71,9 @@ class Ssh(NodeLauncher, AgentLauncher):
     def launch_agents(self, plan: Plan) -> Job:
         write_key(plan.run_dir)
         self._everywhere(self._copy)
-        return _Agents([self._start(plan, node) for node in range(len(self.hosts))], self.save_grace)
+        agents = [self._start(plan, node) for node in range(len(self.hosts))]
+        revival = _Revival(partial(self._start, plan), RunDirectory(plan.run_dir)) if heals(plan.roles) else None
+        return _Agents(agents, self.save_grace, revival)
 
     def describe(self, plan: Plan) -> str:
         copies = [shlex.join(words) for host in self.hosts for words in self._copies(host)]
@@ -162,11 +171,44 @@ class _Agent:
 
 @final
 @dataclass
+class _Revival:
+    """Starts agents again that have ended while a run goes on without their hosts."""
+
+    start: Callable[[int], _Agent]
+    run: RunDirectory
+    _due: dict[int, float] = field(default_factory=dict)  # by node: when its agent is to be started
+    _has_begun: bool = False
+    _pauses: dict[int, float] = field(default_factory=dict)  # seconds until then, the last time
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run has begun; before that, each host is needed."""
+        self._has_begun = self._has_begun or bool(look(self.run).attempts)
+        return self._has_begun
+
+    def revive(self, agents: list[_Agent]) -> None:
+        """Start the agents of lost hosts that are due, each time after a longer pause."""
+        now = time.monotonic()
+        for node, agent in enumerate(agents):
+            if node == 0 or agent.process.poll() is None:
+                continue
+            if node not in self._due:
+                self._pauses[node] = min(2 * self._pauses.get(node, _FIRST_PAUSE / 2), _LONGEST_PAUSE)
+                self._due[node] = now + self._pauses[node]
+            elif now >= self._due[node]:
+                del self._due[node]
+                agent.let_go()
+                agents[node] = self.start(node)
+
+
+@final
+@dataclass
 class _Agents(Job):
     """The agents of all hosts; their exit codes tell how the run ended, which they record."""
 
-    agents: Sequence[_Agent]
+    agents: list[_Agent]
     grace: float
+    revival: _Revival | None = None  # of a gang that heals, which goes on if one ends that is not the first
     _seen: list[int] = field(default_factory=list)
 
     def wait(self) -> Outcome:
@@ -180,7 +222,7 @@ class _Agents(Job):
             for number, handler in before.items():
                 signal.signal(number, handler)
         codes = [self._code(agent) for agent in self.agents]
-        return Outcome("ended", codes[0] or max(codes))
+        return Outcome("ended", codes[0] if self.revival else codes[0] or max(codes))
 
     def cancel(self) -> None:
         self.agents[0].tell("SIGTERM")
@@ -193,9 +235,18 @@ class _Agents(Job):
                 asked, deadline = True, time.monotonic() + self.grace
             if len(self._seen) > 1 or time.monotonic() > deadline:
                 return
-            if deadline == float("inf") and any(agent.process.poll() for agent in self.agents):
+            if deadline == float("inf") and self._must_end():
                 deadline = time.monotonic() + self.grace  # the others shut down by themselves
+            elif self.revival and not asked and self.agents[0].process.poll() is None:
+                self.revival.revive(self.agents)
             time.sleep(_POLL)
+
+    def _must_end(self) -> bool:
+        """Return whether an agent has ended without which the run does not go on."""
+        codes = [agent.process.poll() for agent in self.agents]
+        if self.revival and (codes[0] is not None or (any(codes) and self.revival.has_begun)):
+            return codes[0] is not None
+        return any(codes)
 
     def _code(self, agent: _Agent) -> int:
         try:

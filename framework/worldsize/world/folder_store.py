@@ -53,13 +53,24 @@ class FolderStore(Store):
         Raises:
             TimeoutError: they have none in time.
         """
-        pause, deadline = _FIRST, time.monotonic() + (timeout or self._timeout).total_seconds()
-        while not self.check(keys):
-            self._check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"timed out waiting for {', '.join(keys)}")
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST)
+        look_for(keys, self.check, self._check, timeout or self._timeout)
 
     def _path(self, key: str) -> Path:
         return self._folder / quote(key, safe="")
+
+
+def look_for(
+    keys: Sequence[str], has: Callable[[Sequence[str]], bool], check: Callable[[], None], timeout: timedelta
+) -> None:
+    """Look for ``keys`` until a store ``has`` them; ``check`` raises an error if nobody should wait any longer.
+
+    Raises:
+        TimeoutError: it does not have them in time.
+    """
+    pause, deadline = _FIRST, time.monotonic() + timeout.total_seconds()
+    while not has(keys):
+        check()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"timed out waiting for {', '.join(keys)}")
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import struct
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -42,6 +43,12 @@ class Heartbeat:
         if done > self._first and self._at == 0.0:
             self._at = time.time()
         _FORMAT.pack_into(self._memory, 0, done + 1, self._first, done, self._at)
+
+
+def write_beat(path: Path, beat: Beat) -> None:
+    """Write the record of a process on another host, for :func:`read_beat`."""
+    with suppress(OSError):  # the folder has been removed
+        path.write_bytes(_FORMAT.pack(beat.step, beat.first, beat.done, beat.at))
 
 
 def read_beat(path: Path) -> Beat | None:

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from queue import Empty, Queue
-from typing import Any, TypeAlias, final
+from typing import Any, Protocol, final
 
 from worldsize.errors import WorldsizeError
 from worldsize.strict_json import parse
@@ -34,7 +33,17 @@ _LOST_PEER = re.compile(
 )
 
 Message = Mapping[str, Any]
-Pipe: TypeAlias = "Connection[bytes, bytes]"
+
+
+class Pipe(Protocol):
+    """A connection of multiprocessing, or one like it that leads to a process on another host."""
+
+    @property
+    def closed(self) -> bool: ...
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
+    def send_bytes(self, data: bytes, /) -> None: ...
+    def recv_bytes(self, maxlength: int, /) -> bytes: ...
 
 
 class MembershipEndedError(WorldsizeError):

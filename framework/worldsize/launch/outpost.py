@@ -1,0 +1,141 @@
+"""The processes of any host except the first, in a gang that heals: the first host says what is done with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import astuple
+from multiprocessing.connection import wait
+from typing import Any, final
+
+from worldsize.launch.agent_connection import AgentConnection
+from worldsize.launch.handshake import Message
+from worldsize.launch.interruption import Signals
+from worldsize.launch.mailbox import Mailbox
+from worldsize.launch.members import Member
+from worldsize.world.heartbeat import Beat
+from worldsize.world.membership import receive, send
+
+_BEATS = 1.0  # seconds between two reports of progress
+_LONGEST = 100_000  # characters of an error
+
+
+@final
+class Outpost:
+    """Starts, tells and ends processes as it is told, and reports what they say and how they end.
+
+    Args:
+        start: Starts a process, given its role, its rank there, and how often it was started before.
+        mail: What the first host says; None: it is lost.
+        connection: Leads to the first host.
+        attempt: Number of the attempt.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[str, int, int], Member],
+        mail: Mailbox[Message | None],
+        connection: AgentConnection,
+        attempt: int,
+    ) -> None:
+        self._start, self._mail, self._connection, self._attempt = start, mail, connection, attempt
+        self._members: dict[int, Member] = {}  # those that run, by global rank
+        self._beats: dict[int, Beat | None] = {}
+
+    def run(self) -> bool:
+        """Work until the first host ends the attempt, or is lost; return whether it is not. No process is left then."""
+        asked = False
+        with Signals() as signals:
+            try:
+                while True:
+                    members = {member.process.sentinel: rank for rank, member in self._members.items()}
+                    pipes = {member.pipe: rank for rank, member in self._members.items() if not _is_closed(member)}
+                    files: list[Any] = [*members, *pipes, self._mail.arrival, signals.arrival]
+                    ready: Any
+                    for ready in wait(files, _BEATS):
+                        if ready is self._mail.arrival:
+                            message = self._mail.get()
+                            if message is None or message.get("abort") == self._attempt:
+                                return message is not None
+                            self._obey(message)
+                        elif ready == signals.arrival:
+                            signals.drain()
+                        elif ready in members:
+                            self._report_end(members[ready])
+                        else:
+                            self._pass_on(pipes[ready])
+                    if signals.seen and not asked:  # they agree with those of the other hosts on when they save
+                        asked = True
+                        self._signal([*self._members], signal.SIGTERM)
+                    self._report_beats()
+            finally:
+                self._signal([*self._members], signal.SIGKILL)
+                for member in self._members.values():
+                    member.process.join()
+
+    def _obey(self, message: Message) -> None:
+        match message:
+            case {"rank": int(rank), "role": str(role), "role_rank": int(role_rank), "starts": int(starts)}:
+                self._begin(rank, role, role_rank, starts)
+            case {"rank": int(rank), "tell": dict(said)} if rank in self._members:
+                pipe = self._members[rank].pipe
+                try:
+                    if pipe is not None:
+                        send(pipe, said)
+                except OSError:  # it has ended, which its sentinel tells
+                    return
+            case {"rank": int(rank), "signal": str(name)} if rank in self._members:
+                self._signal([rank], signal.Signals[name])
+
+    def _begin(self, rank: int, role: str, role_rank: int, starts: int) -> None:
+        try:
+            member = self._start(role, role_rank, starts)
+        except OSError as error:  # no more processes, or a full disk
+            self._say(rank=rank, code=1, error={"time_ns": 0, "traceback": f"it cannot be started: {error}"})
+            return
+        self._members[rank] = member
+        self._say(rank=rank, pid=member.process.pid)
+
+    def _pass_on(self, rank: int) -> None:
+        member = self._members.get(rank)
+        if member is None or member.pipe is None:
+            return
+        try:
+            message = receive(member.pipe)
+        except (OSError, EOFError, ValueError):  # it has ended, which its sentinel tells
+            member.pipe.close()
+            return
+        self._say(rank=rank, said=message)
+
+    def _report_end(self, rank: int) -> None:
+        member = self._members.pop(rank)
+        member.process.join()
+        ending = member.ending()
+        if ending.beat:
+            self._say(rank=rank, beat=astuple(ending.beat))
+        error = {**ending.error, "traceback": ending.error["traceback"][-_LONGEST:]} if ending.error else None
+        self._say(rank=rank, code=ending.exit_code, error=error)
+
+    def _report_beats(self) -> None:
+        for rank, member in self._members.items():
+            beat = member.beat
+            if beat is not None and beat != self._beats.get(rank):
+                self._beats[rank] = beat
+                self._say(rank=rank, beat=astuple(beat))
+
+    def _signal(self, ranks: list[int], number: int) -> None:
+        for rank in ranks:
+            pid = self._members[rank].process.pid
+            if pid is not None and self._members[rank].process.is_alive():
+                os.kill(pid, number)
+
+    def _say(self, **message: object) -> None:
+        try:
+            self._connection.send(**message)
+        except OSError:  # the thread that receives detects it, too
+            return
+
+
+def _is_closed(member: Member) -> bool:
+    return member.pipe is None or member.pipe.closed

@@ -1,0 +1,171 @@
+"""A gang on several hosts goes on without the dead, and ends with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worldsize.testing.hosts import Hosts
+
+REPOSITORY = Path(__file__).parents[2]
+DIGITS = ("recipe=digits", "recipe.width=4", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
+ELASTIC = ("reproducibility=elastic", "logical_ranks=8", "cluster.threads=1", "logger=none", "evaluate_every=50")
+SLOW = "{action: sleep, rank: null, step: null, seconds: 0.05, attempt: null}"
+
+
+@pytest.fixture
+def launch(four: Hosts, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path) -> Iterator[Any]:
+    """``launch("steps=30")`` starts a run that heals on four hosts, from the first."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+
+    def start(*options: str) -> subprocess.Popen[str]:
+        where = ("+cluster=ssh", "cluster.hosts=[h1,h2,h3,h4]", "cluster.processes_per_node=1")
+        own = (f"cluster.ssh=[{','.join(four.ssh)}]", f"cluster.python={warm_python}", f"cluster.folder={folder}/%h")
+        words = (*DIGITS, *ELASTIC, "strategy.on_failure=heal", *where, *own, *options)
+        return subprocess.Popen(
+            four.on(1, [str(warm_python), str(REPOSITORY / "train.py"), *words]),
+            cwd=folder,
+            env=environment_without_wandb,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    yield start
+    deadline = time.monotonic() + 30
+    while four.processes("worldsize agent"):  # no process may be left on any host
+        assert time.monotonic() < deadline, four.processes("worldsize agent")
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def undisturbed(reference_run: Any) -> Callable[..., str]:
+    """``undisturbed("steps=30")`` is the digest of one process that nobody disturbs."""
+
+    def run(*options: str) -> str:
+        alone = reference_run(*DIGITS, *ELASTIC, "strategy=single", "cluster.processes=1", *options)
+        return str(alone.json("result.json")["state_digest"])
+
+    return run
+
+
+def _host(rank: int) -> str:
+    return f"h{rank % 4 + 1}"  # those that join later are dealt to the hosts, as the first ones are
+
+
+def ended(process: subprocess.Popen[str], root: Path) -> tuple[str, str, list[list[int]]]:
+    """Wait for the end; return the digest, the output, and the members of each membership of the only attempt."""
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    (path,) = root.rglob("run_manifest.json")
+    (attempt,) = json.loads(path.read_text())["attempts"]
+    digest = json.loads((path.parent / "result.json").read_text())["state_digest"]
+    assert all(each["hosts"] == [_host(rank) for rank in each["members"]] for each in attempt["memberships"])
+    return digest, output, [each["members"] for each in attempt["memberships"]]
+
+
+def test_a_killed_rank_costs_no_restart_and_no_bit(
+    launch: Any, undisturbed: Callable[..., str], tmp_path: Path
+) -> None:
+    process = launch("steps=60", "faults=[{action: kill, rank: 2, step: 20}]")
+    digest, output, memberships = ended(process, tmp_path)
+    assert memberships == [[0, 1, 2, 3], [0, 1, 3]], output
+    assert "worker 2 failed: killed by SIGKILL; going on without it" in output
+    assert digest == undisturbed("steps=60")
+
+
+def test_a_rank_that_is_started_again_joins_on_its_host(
+    launch: Any, undisturbed: Callable[..., str], tmp_path: Path
+) -> None:
+    process = launch("steps=150", "launcher.max_restarts=1", f"faults=[{{action: kill, rank: 3, step: 9}}, {SLOW}]")
+    digest, output, memberships = ended(process, tmp_path)
+    assert memberships[-1] == [0, 1, 2, 3], output
+    assert len(memberships) >= 2
+    assert digest == undisturbed("steps=150")
+
+
+def test_the_others_go_on_without_a_host_whose_link_is_cut(
+    four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
+) -> None:
+    process = launch("steps=120", "launcher.node_timeout=6", f"faults=[{SLOW}]")
+    begun(tmp_path / "project", after=8)
+    four.link(2, "down")
+    try:
+        digest, output, memberships = ended(process, tmp_path)
+    finally:
+        four.link(2, "up")
+    assert memberships == [[0, 1, 2, 3], [0, 2, 3]], output
+    assert "the host h2 (node 1) has not answered for 6 s, or is gone; going on without it" in output
+    assert digest == undisturbed("steps=120")
+
+
+def test_a_host_whose_link_comes_back_takes_part_again(
+    four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
+) -> None:
+    process = launch("steps=700", "launcher.node_timeout=6", f"faults=[{SLOW}]")
+    folder = begun(tmp_path / "project", after=8)
+    four.link(2, "down")
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "events.jsonl").exists():  # the others go on
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        four.link(2, "up")
+    digest, output, memberships = ended(process, tmp_path)
+    assert memberships[:2] == [[0, 1, 2, 3], [0, 2, 3]], output
+    assert memberships[-1] == [0, 2, 3, 1], output
+    assert "the host h2 (node 1) has come back" in output
+    assert digest == undisturbed("steps=700")
+
+
+def test_workers_come_and_go_and_the_first_host_may_have_none(
+    launch: Any, undisturbed: Callable[..., str], change_workers: Callable[..., str], begun: Any, tmp_path: Path
+) -> None:
+    process = launch("steps=250", f"faults=[{{action: kill, rank: 0, step: 5}}, {SLOW}]")
+    folder = begun(tmp_path / "project", after=12)
+    assert change_workers(folder, "list").count("worker") == 3
+    assert "worker 3" in change_workers(folder, "remove")
+    assert "worker 4, worker 5" in change_workers(folder, "add", "2")
+    digest, output, memberships = ended(process, tmp_path)
+    assert memberships[:2] == [[0, 1, 2, 3], [1, 2, 3]], output
+    assert set(memberships[-1]) == {1, 2, 4, 5}, output
+    assert digest == undisturbed("steps=250")
+
+
+def test_a_host_that_is_cut_off_while_it_logs_writes_no_more(
+    four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
+) -> None:
+    """It still reaches the run folder, and must not write there what the others write, too."""
+    faults = f"faults=[{{action: kill, rank: 0, step: 5}}, {SLOW}]"
+    process = launch("steps=120", "launcher.node_timeout=6", faults)
+    folder = begun(tmp_path / "project", after=12)
+    four.link(2, "down")  # the host of rank 1, which logs now
+    try:
+        digest, output, memberships = ended(process, tmp_path)
+    finally:
+        four.link(2, "up")
+    assert memberships == [[0, 1, 2, 3], [1, 2, 3], [2, 3]], output
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    steps = [line["step"] for line in lines if line["event"] == "step"]
+    assert steps == sorted(set(steps))
+    assert digest == undisturbed("steps=120")
+
+
+def test_a_signal_saves_on_all_hosts(launch: Any, begun: Any, tmp_path: Path) -> None:
+    process = launch("steps=2000", f"faults=[{{action: kill, rank: 2, step: 5}}, {SLOW}]")
+    folder = begun(tmp_path / "project", after=12)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    (attempt,) = json.loads((folder / "run_manifest.json").read_text())["attempts"]
+    assert attempt["exit_reason"] == "preempted"
+    assert (folder / "checkpoints" / f"step_{attempt['steps'][1]:07}").exists()

@@ -1,0 +1,176 @@
+"""The first host's gang starts, tells and ends processes of another host through its agent, as if they were its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worldsize.core import Cluster, Plan, Role
+from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
+from worldsize.launch.handshake import MessageSeal
+from worldsize.launch.mailbox import Mailbox
+from worldsize.launch.members import Member
+from worldsize.launch.outpost import Outpost
+from worldsize.launch.remote import RemoteHosts
+from worldsize.world.heartbeat import Heartbeat
+from worldsize.world.membership import receive, send
+
+SILENCE = 2.0  # seconds
+
+
+def connected() -> tuple[AgentConnection, AgentConnection]:
+    """Connect the first host with another; return the ends of both."""
+    ours, theirs = socket.create_server(("127.0.0.1", 0)), socket.socket()
+    theirs.connect(ours.getsockname())
+    accepted, _ = ours.accept()
+    ours.close()
+    one, other = b"1" * 32, b"2" * 32
+    return (
+        AgentConnection(accepted, MessageSeal(sending=one, receiving=other), SILENCE),
+        AgentConnection(theirs, MessageSeal(sending=other, receiving=one), SILENCE),
+    )
+
+
+def body(pipe: Any, heartbeat: Path) -> None:
+    """Answer each message with its double; end with the code that one says."""
+    beats = Heartbeat(heartbeat, 4)
+    while True:
+        message = receive(pipe)
+        beats.step(5)
+        if "end" in message:
+            os._exit(message["end"])
+        send(pipe, {"stopped": 2 * message["number"]})
+
+
+class Pair:
+    """A first host and another one, each with the threads of an agent."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "gang").mkdir()
+        self.first, self.other = connected()
+        cluster = Cluster("ssh", nodes=2, processes=2, device="cpu", backend="gloo")
+        plan = Plan(folder, cluster, {"worker": Role(2, restart="heal")}, {}, attempt=3)
+        self.mail: Mailbox[Any] = Mailbox()
+        self.beats = HeartbeatSender([self.first, self.other], SILENCE)
+        self.hosts = RemoteHosts([RemoteAgent(1, "h2", self.first)], plan, 1, folder / "gang", SILENCE, None)
+        self.left: list[bool] = []
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def serve(self) -> None:
+        """Do what the other host's agent does in an attempt."""
+        assert self.mail.get() == {"attempt": 3, "port": 1}
+        self.left.append(Outpost(self._start, self.mail, self.other, 3).run())
+        with suppress(OSError):  # the first host has lost this one
+            self.other.send(ended=3)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self.mail.put(self.other.receive())
+        except OSError:
+            self.mail.put(None)
+
+    def _start(self, role: str, rank: int, starts: int) -> Member:
+        if starts == 7:
+            raise OSError("no more processes")
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        beat = self.folder / f"own_{rank}_{starts}"
+        process = context.Process(target=body, args=(theirs, beat), daemon=True)
+        process.start()
+        theirs.close()
+        return Member(role, rank, process, self.folder / "log", self.folder / "error", beat, ours)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path)
+    agent = threading.Thread(target=pair.serve, daemon=True)
+    with pair.beats:
+        pair.hosts.listen()
+        agent.start()
+        yield pair
+        pair.hosts.dismiss()
+        agent.join(10)
+        pair.first.close()
+        pair.other.close()
+    assert not agent.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def signals_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an outpost run in a thread, where no handler of signals can be set."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "set_wakeup_fd", lambda *_: None)
+
+
+def started(pair: Pair, starts: int = 0) -> Member:
+    member = pair.hosts.start("worker", 1, starts)
+    assert member is not None
+    return member
+
+
+def test_a_process_is_told_and_heard_and_leaves_its_progress_and_its_code(pair: Pair) -> None:
+    member = started(pair)
+    assert member.pipe is not None
+    send(member.pipe, {"number": 21})
+    assert wait([member.pipe], 10)  # type: ignore[list-item]
+    assert receive(member.pipe) == {"stopped": 42}
+    assert member.process.is_alive()
+    assert member.process.pid != os.getpid()
+    send(member.pipe, {"end": 9})
+    assert wait([member.process.sentinel], 10)
+    ending = member.ending()
+    assert (ending.exit_code, ending.error) == (9, None)
+    assert ending.beat is not None
+    assert (ending.beat.first, ending.beat.done) == (4, 5)
+
+
+def test_a_process_is_killed_and_another_takes_its_place(pair: Pair) -> None:
+    member = started(pair)
+    member.process.kill()
+    member.process.join()
+    assert member.process.exitcode == -signal.SIGKILL
+    assert member.ending().cause == "killed by SIGKILL"
+    again = started(pair, 1)
+    assert again.process.is_alive()
+    failed = started(pair, 7)
+    failed.process.join()
+    assert "it cannot be started: no more processes" in failed.ending().cause
+
+
+def test_processes_of_the_first_host_are_started_there(pair: Pair) -> None:
+    assert pair.hosts.start("worker", 0, 0) is None
+    assert pair.hosts.node_of(2) == 0  # those that join later go to each host in turn
+    assert pair.hosts.node_of(3) == 1
+
+
+def test_a_lost_host_is_the_end_of_all_its_processes_and_of_none_by_its_own_error(pair: Pair) -> None:
+    member = started(pair)
+    assert member.pipe is not None
+    send(member.pipe, {"number": 1})
+    assert wait([member.pipe], 10)  # type: ignore[list-item]
+    pair.other.close()
+    assert wait([member.process.sentinel], 10)
+    ending = member.ending()
+    assert ending.cause == "the host h2 (node 1) has not answered for 2 s, or is gone"
+    assert not ending.has_failed_itself
+    with pytest.raises(OSError, match="the host h2 is lost"):
+        started(pair, 1)
+    assert pair.hosts.node_of(3) == 0
+    deadline = time.monotonic() + 10
+    while pair.left != [False]:  # the agent has ended its processes
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
