@@ -5,6 +5,7 @@ uv run python benchmarks/soak.py heal 100        # SIGKILL of a random rank ever
 uv run python benchmarks/soak.py restart 20      # the same kills; all start again from the last checkpoint
 uv run python benchmarks/soak.py cost 5          # what being able to go on costs a step that nobody disturbs
 uv run python benchmarks/soak.py intervals 3     # checkpoint.every=auto beside fixed intervals, under the same kills
+uv run python benchmarks/soak.py heal 20 zero    # the same with another strategy; so do restart and cost
 uv run python benchmarks/soak.py terminate 20    # SIGTERM of a random rank; the run saves, exits with 75 and is resumed
 """
 
@@ -28,11 +29,12 @@ WORLDSIZE = (sys.executable, "-c", "from worldsize.app import main; main()")
 PROCESSES = 3
 PREEMPTED = 75
 HEAL = "strategy.on_failure=heal"
+STRATEGY: list[str] = []  # from the command line
 
 
 def options(steps: int, processes: int = PROCESSES) -> list[str]:
     own = [f"steps={steps}", f"cluster.processes={processes}", "cluster.threads=1", "log_every=1", "logger=none"]
-    return ["recipe=digits", "recipe.width=8", "checkpoint.every=50", "schedule=constant", *own]
+    return ["recipe=digits", "recipe.width=8", "checkpoint.every=50", "schedule=constant", *own, *STRATEGY]
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
@@ -157,7 +159,7 @@ def cost(times: int, chance: random.Random) -> None:
     common = [*lm, "cluster.processes=2", "cluster.threads=1", "batch_size=8", "steps=60", "reproducibility=elastic"]
     ratios = []
     for _ in range(times):
-        pair = [step_seconds([*common, "logger=none", "checkpoint=none", *own]) for own in ([], [HEAL])]
+        pair = [step_seconds([*common, "logger=none", "checkpoint=none", *STRATEGY, *own]) for own in ([], [HEAL])]
         ratios.append(pair[1] / pair[0])
         print(f"restart {1e3 * pair[0]:.1f} ms, heal {1e3 * pair[1]:.1f} ms, ratio {ratios[-1]:.3f}", flush=True)
     print(f"median ratio {statistics.median(ratios):.3f}")
@@ -222,4 +224,5 @@ if __name__ == "__main__":
         "intervals": intervals,
         "terminate": terminate,
     }
+    STRATEGY.extend(f"strategy={name}" for name in sys.argv[3:])
     modes[sys.argv[1]](int(sys.argv[2]), random.Random(0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -53,6 +53,7 @@ class ShardCopies:
         host: Name of this host.
         device: Device of the state.
         before: What the membership before has left; it is kept until the first generation is complete.
+        at: Called at named points, at which tests inject faults.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class ShardCopies:
         host: str,
         device: torch.device,
         before: Generation | None = None,
+        at: Callable[[str], None] = lambda point: None,
     ) -> None:
+        self._at = at
         self._number, self._group, self._host, self._device = number, group, host, device
         self._rank = group.rank() if group else 0
         self._complete: tuple[Generation, _Buffers | None] | None = (before, None) if before else None
@@ -98,6 +101,7 @@ class ShardCopies:
         elements = sum(tensor.numel() for tensor in tensors.values())
         generation = Generation(self._number, step, skipped, values, elements, buffers.own)
         self._flight = (generation, buffers, buffers.sent(self._group) if self._group else None)
+        self._at("copies:sent")
 
     def left(self) -> list[Generation]:
         """Return what this process has of each generation, the newest first, once its membership has ended."""

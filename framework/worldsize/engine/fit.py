@@ -90,6 +90,7 @@ class LoopCallbacks:
     ends_early: Callable[[], str | None] = lambda: None  # returns why the run ends after the evaluations so far
     begins: Callable[[], None] = lambda: None  # when the data of a step are loaded
     progressed: Callable[[TrainingProgress], None] = lambda progress: None  # when a step, evaluation or save is done
+    logged: Callable[[TrainingProgress], None] = lambda progress: None  # when a step is done and, if it is due, logged
     examine: Callable[[StepDone], None] = lambda done: None  # between steps; its duration is not part of theirs
 
 
@@ -191,13 +192,15 @@ class _Loop:
         self._callbacks.begins()
         window.add(self._replica.step(micro_batches))
         evaluated, saved = not self._config.evaluates(step), not self._config.saves(step)
-        self._callbacks.progressed(TrainingProgress(step, window.skipped, evaluated, saved))
+        progress = TrainingProgress(step, window.skipped, evaluated, saved)
+        self._callbacks.progressed(progress)
         window.stepped()
         self._emit_logged()  # the values of the previous step were gathered during this one
         if self._config.logs(step):
             self._logged = window.close(step, self._replica.facts())
             if self._config.logs_at_once:
                 self._emit_logged()
+        self._callbacks.logged(progress)
 
     def _emit_logged(self, *, examine: bool = True) -> None:
         """Emit the event of the last logged step, unless it was emitted; all ranks examine it if steps follow."""

@@ -110,7 +110,6 @@ class Carried:
     def note(self, progress: TrainingProgress) -> None:
         """Record what this process has done."""
         self.progress = progress
-        self.copy(progress)
 
     def tell_started(self, event: RunStarted, listeners: list[Listener]) -> None:
         """Tell those of ``listeners`` that do not know it that the run has started."""

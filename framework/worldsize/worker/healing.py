@@ -78,7 +78,9 @@ class HealingMember:
         channel, heartbeat = self._channel, self._placement.heartbeat
         carried = Carried(self._settings, heartbeat, channel.begin_step, channel.finish)
         if self._settings.strategy.shards_state:
-            self._shards = ShardRecovery(self._run, carried, every=self._settings.checkpoint.peers)
+            self._shards = ShardRecovery(
+                self._run, carried, every=self._settings.checkpoint.peers, at=self._settings.faults.at
+            )
         before: Membership | None = None
         while True:
             begun = time.perf_counter()

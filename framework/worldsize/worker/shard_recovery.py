@@ -24,10 +24,13 @@ from worldsize.world.membership import NEWCOMER
 
 @final
 class ShardRecovery:
-    """The copies that one process keeps in one membership after the other; ``every``: steps between two of them."""
+    """The copies that one process keeps in one membership after the other; ``every``: steps between two of them.
 
-    def __init__(self, run: RunDirectory, carried: Carried, *, every: int) -> None:
-        self._run, self._carried, self._every = run, carried, every
+    ``at`` is called at named points, at which tests inject faults.
+    """
+
+    def __init__(self, run: RunDirectory, carried: Carried, *, every: int, at: Callable[[str], None]) -> None:
+        self._run, self._carried, self._every, self._at = run, carried, every, at
         self._copies: ShardCopies | None = None
 
     @property
@@ -75,7 +78,8 @@ class ShardRecovery:
     def _begin(
         self, replica: Replica, world: World, number: int, group: ProcessGroup | None, before: Generation | None
     ) -> None:
-        copies = ShardCopies(number, group, host=host_name(os.environ), device=world.device, before=before)
+        host = host_name(os.environ)
+        copies = ShardCopies(number, group, host=host, device=world.device, before=before, at=self._at)
         self._copies = copies
         self._carried.copy = partial(self._copy, replica, copies)
 

@@ -132,6 +132,7 @@ class Training:
         steps, replica, carried = self._settings.training.steps, self._replica, self._carried
         first, checkpoint = (carried.progress, None) if carried.progress else self._resume()
         carried.note(first)
+        carried.copy(first)
         started = RunStarted(self._run.id, steps, *carried.log.known(first))
         carried.tell_started(started, self._listeners)
         if (missing := carried.log.missing) is not None and missing.step > last_step(self._run.metrics):
@@ -219,8 +220,7 @@ class Training:
     def _fit(
         self, first: TrainingProgress, checkpoint: Checkpoint | None, heartbeat: Heartbeat | None
     ) -> TrainingProgress:
-        settings, world = self._settings, self._world
-        part = _part(settings, world)
+        settings, world, part = self._settings, self._world, _part(self._settings, self._world)
         batches, streams = self._data(first.step, checkpoint)
         data, splits = self._carried.evaluation, settings.evaluation.splits
         if not self._leads:
@@ -240,6 +240,7 @@ class Training:
             wants_stop=lambda: self._preemption.is_wanted() or self._checkpoints.wants_stop(),
             begins=partial(settings.faults.at, "step:compute"),
             progressed=self._carried.note,
+            logged=self._carried.copy,
             examine=self._watch.measure_links if self._watch else _ignore,
         )
         timer = StepTimer(world.device) if settings.observe.step_breakdown else None
