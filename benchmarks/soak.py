@@ -7,6 +7,7 @@ uv run python benchmarks/soak.py restart 20      # the same kills; all start aga
 uv run python benchmarks/soak.py cost 5          # what being able to go on costs a step that nobody disturbs
 uv run python benchmarks/soak.py intervals 3     # checkpoint.every=auto beside fixed intervals, under the same kills
 uv run python benchmarks/soak.py simulated 5     # the same on a simulated clock, at three rates of failures
+uv run python benchmarks/soak.py heal 20 zero    # the same with another strategy; so do restart and cost
 uv run python benchmarks/soak.py terminate 20    # SIGTERM of a random rank; the run saves, exits with 75 and is resumed
 """
 
@@ -31,11 +32,12 @@ WORLDSIZE = (sys.executable, "-c", "from worldsize.app import main; main()")
 PROCESSES = 3
 PREEMPTED = 75
 HEAL = "strategy.on_failure=heal"
+STRATEGY: list[str] = []  # from the command line
 
 
 def options(steps: int, processes: int = PROCESSES) -> list[str]:
     own = [f"steps={steps}", f"cluster.processes={processes}", "cluster.threads=1", "log_every=1", "logger=none"]
-    return ["recipe=digits", "recipe.width=8", "checkpoint.every=50", "schedule=constant", *own]
+    return ["recipe=digits", "recipe.width=8", "checkpoint.every=50", "schedule=constant", *own, *STRATEGY]
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
@@ -168,7 +170,7 @@ def cost(times: int, chance: random.Random) -> None:
     common = [*lm, "cluster.processes=2", "cluster.threads=1", "batch_size=8", "steps=60", "reproducibility=elastic"]
     ratios = []
     for _ in range(times):
-        pair = [step_seconds([*common, "logger=none", "checkpoint=none", *own]) for own in ([], [HEAL])]
+        pair = [step_seconds([*common, "logger=none", "checkpoint=none", *STRATEGY, *own]) for own in ([], [HEAL])]
         ratios.append(pair[1] / pair[0])
         print(f"restart {1e3 * pair[0]:.1f} ms, heal {1e3 * pair[1]:.1f} ms, ratio {ratios[-1]:.3f}", flush=True)
     print(f"median ratio {statistics.median(ratios):.3f}")
@@ -252,4 +254,5 @@ if __name__ == "__main__":
         "simulated": simulated,
         "terminate": terminate,
     }
+    STRATEGY.extend(f"strategy={name}" for name in sys.argv[3:])
     modes[sys.argv[1]](int(sys.argv[2]), random.Random(0))

@@ -40,6 +40,10 @@ class Interruption:
                 raise
         work.wait()  # at once
 
+    def leave(self, work: Work) -> None:
+        """Wait no more for a collective that goes on."""
+        self._unfinished.append(work)
+
     def unfinished(self) -> list[Work]:
         """Return the collectives whose waits were ended while they went on; their groups must not be destroyed yet."""
         self._unfinished = [work for work in self._unfinished if not work.is_completed()]

@@ -114,7 +114,8 @@ class CheckpointSchema:
     ``signals`` ask for a save and an end with exit code 75. ``ignore``: parts of the state that a resumed run leaves
     as they are: model, optimizer, schedule, scaler, ema, or hyperparameters; of checkpoints up to step ``ignore_until``
     (null: of all). ``allow_older``: an older checkpoint stands in for a damaged one. ``on_failure``: whether training
-    stops or continues when storage refuses a save.
+    stops or continues when storage refuses a save. ``peers``: with ``strategy.on_failure=heal`` and a strategy that
+    shards state, steps from one copy of each shard in the memory of a peer to the next.
     """
 
     every: Annotated[int | str, _INTERVAL, _LARGEST, OneOf("auto", hint="A number of steps is taken, too.")] = 0
@@ -125,6 +126,7 @@ class CheckpointSchema:
     ignore_until: Annotated[int | None, Range(least=0)] = None
     allow_older: bool = False
     on_failure: Annotated[str, OneOf("stop", "continue")] = "continue"
+    peers: Annotated[int, Range(least=0, most=1_000_000)] = 1
 
 
 @dataclass

@@ -125,6 +125,7 @@ class CheckpointConfig:
     ignore_until: int | None  # from checkpoints up to this step; None: from none
     allow_older: bool  # an older checkpoint stands in for a damaged one
     on_failure: Literal["stop", "continue"]  # what training does when storage refuses a save
+    peers: int  # steps between two copies of shards in the memory of peers, in a gang that heals; 0: none
 
     def __post_init__(self) -> None:
         known = [number.name for number in SIGNALS]
@@ -143,6 +144,7 @@ class CheckpointConfig:
             ignore_until=node["ignore_until"],
             allow_older=node["allow_older"],
             on_failure=node["on_failure"],
+            peers=node.get("peers", 1),  # older runs have none
         )
 
     def ignored(self, step: int) -> Sequence[str]:

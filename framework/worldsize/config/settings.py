@@ -157,6 +157,11 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     run = RunConfig.of(config["run"])
     launcher = launcher_of(config["launcher"], config)
     check_heals(roles, cluster, launcher)
+    if heals(roles) and strategy.shards_state and not checkpoint.peers:
+        raise ConfigError(
+            f"strategy.on_failure=heal: {type(strategy).__name__} divides its state, and without copies in the memory "
+            "of peers a part is lost with a process. Set checkpoint.peers=1 (steps between two copies) or more."
+        )
     if run.examine:
         roles = {"worker": Role(cluster.processes)}  # all processes take part
     parts = strategy.data_parallel(cluster)

@@ -172,6 +172,8 @@ class Strategy(ABC):
     """Whether its replicas compile what they compute (``Numerics.compile``); if not, such a run is refused."""
     serves_rows: ClassVar[bool] = False
     """Whether the rows of embeddings with ``sparse=True`` are on servers, which update them in ways of their own."""
+    shards_state: ClassVar[bool] = False
+    """Whether a process holds state that no other has, of which a gang that heals needs copies."""
     reduce: Reduction = "flat"
     """How gradients are summed over logical ranks."""
 

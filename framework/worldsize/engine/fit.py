@@ -93,6 +93,7 @@ class LoopCallbacks:
     ends_early: Callable[[], str | None] = lambda: None  # returns why the run ends after the evaluations so far
     at: Callable[[str], None] = lambda point: None  # at the points where a fault may be injected
     progressed: Callable[[TrainingProgress], None] = lambda progress: None  # when a step, evaluation or save is done
+    logged: Callable[[TrainingProgress], None] = lambda progress: None  # when a step is done and, if it is due, logged
     examine: Callable[[StepDone], None] = lambda done: None  # between steps; its duration is not part of theirs
     before_update: BeforeUpdate = field(default_factory=BeforeUpdate)  # calls the loop inside a step of the replica
 
@@ -203,7 +204,8 @@ class _Loop:
         self._result = result = self._replica.step(micro_batches)
         self._skipped += result.skipped
         evaluated, saved = not self._config.evaluates(step), not self._config.saves(step)
-        self._callbacks.progressed(TrainingProgress(step, self._skipped, evaluated, saved))
+        progress = TrainingProgress(step, self._skipped, evaluated, saved)
+        self._callbacks.progressed(progress)
         window.stepped()
         self._emit_logged()  # the values of the previous step were gathered during this one
         if self._added != step:
@@ -213,6 +215,7 @@ class _Loop:
             self._tell_later(closed)
             if self._config.logs_first:
                 self._emit_logged()
+        self._callbacks.logged(progress)
 
     def add(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor], *, occasional: bool = False) -> None:
         """Add the losses of the step to the window, and exchange its log: before the update, if the loop logs first.

@@ -144,13 +144,13 @@ def _ends_before(path: Path, step: int, evaluated: bool) -> bool:
     return row is not None and is_metric(row) and _is_before(row, step, evaluated)
 
 
-def evaluations(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """Read the step and the metrics of each evaluation that was logged, in order."""
+def evaluations(path: Path, *, until: float = math.inf) -> list[tuple[int, dict[str, float]]]:
+    """Read the step and the metrics of each evaluation that was logged, up to step ``until``, in order."""
     rows = (row_of(line) for line, _ in complete_lines(path) if _EVALUATION in line)
     return [
         (row["step"], {name: float(value) for name, value in row["metrics"].items()})
         for row in rows
-        if row and is_metric(row) and row["event"] == "evaluation"
+        if row and is_metric(row) and row["event"] == "evaluation" and row["step"] <= until
     ]
 
 
@@ -158,6 +158,12 @@ def last_step(path: Path) -> int:
     """Return the step of the last line, of a logged step or an evaluation; 0 if there is none."""
     row = row_of(last_line(path, within=_END))
     return row["step"] if row is not None and is_metric(row) else 0
+
+
+def last_row(path: Path) -> tuple[int, bool]:
+    """Return the step of the last line, and whether it is about an evaluation; step 0 if there is none."""
+    row = row_of(last_line(path, within=_END))
+    return (row["step"], row["event"] == "evaluation") if row is not None and is_metric(row) else (0, False)
 
 
 def last_metrics(path: Path) -> dict[str, float]:

@@ -30,7 +30,7 @@ from worldsize.core.limits import MEBIBYTES
 from worldsize.strategies.ddp_cost import ddp_cost
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.multi_train_state import MultiTrainState
-from worldsize.strategies.multi_update import whole_multi_update
+from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
 from worldsize.strategies.reducers import (
     Compression,
     compressed_reducer,
@@ -92,11 +92,8 @@ class DDP(Strategy):
                 f"{type(recipe).__name__} takes several updates a step, whose gradients are not compressed or summed "
                 "by node. Set strategy.compress=none and strategy.reduce=flat (or ordered)."
             )
-        if isinstance(recipe, MultiUpdateRecipe) and self.on_failure == "heal":
-            raise ConfigError(
-                f"{type(recipe).__name__} takes several updates a step, of which a failure would leave some done. "
-                "Set strategy.on_failure=restart."
-            )
+        if self.on_failure == "heal":
+            refuse_healing_updates(recipe)
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost | None:
         """Return the cost of a step; None with PowerSGD, whose bytes depend on the shape of each matrix."""

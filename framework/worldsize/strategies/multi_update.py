@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from worldsize.collectives.broadcast import make_equal
 from worldsize.collectives.ordered import summation_tree
 from worldsize.collectives.step_timer import phase
-from worldsize.core import MicroBatch, MultiUpdateRecipe, Reduction, RunContext, StepResult
+from worldsize.core import ConfigError, MicroBatch, MultiUpdateRecipe, Recipe, Reduction, RunContext, StepResult
 from worldsize.strategies.buffer_mean import BufferMean
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, step_metrics
@@ -150,6 +150,15 @@ class MultiUpdateReplica(ModelReplica):
 
 def _group_rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
+
+
+def refuse_healing_updates(recipe: Recipe) -> None:
+    """Raise ConfigError if ``recipe`` takes several updates a step and its gang is to heal."""
+    if isinstance(recipe, MultiUpdateRecipe):
+        raise ConfigError(
+            f"{type(recipe).__name__} takes several updates a step, of which a failure would leave some done. "
+            "Set strategy.on_failure=restart."
+        )
 
 
 def whole_multi_update(

@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, final
+from typing import Annotated, Literal, final
 
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from worldsize.collectives.step_timer import time_parameters
+from worldsize.collectives.step_timer import time_parameters, wait
 from worldsize.core import (
     Cluster,
     Cost,
@@ -31,8 +31,8 @@ from worldsize.cost.collectives import bucketed_exposed_seconds
 from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import replicated
 from worldsize.strategies.multi_train_state import MultiTrainState, optimizers_of
-from worldsize.strategies.multi_update import whole_multi_update
-from worldsize.strategies.reducers import gradient_reducer
+from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
+from worldsize.strategies.reducers import gradient_reducer, interruptible_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state, multi_meta_states
 from worldsize.strategies.step_hooks import move_step_hooks
 from worldsize.strategies.synchronous import SynchronousReplica
@@ -51,11 +51,19 @@ class ZeRO(Strategy):
     averages_weights = True
     trains_multi_update = True
     compiles = True
+    shards_state = True
 
     bucket_mb: Annotated[float, MEBIBYTES] = 25.0
     find_unused_parameters: bool = False
+    on_failure: Literal["restart", "heal"] = "restart"
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        if self.on_failure == "heal":
+            refuse_healing_updates(recipe)
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
+        if self.on_failure == "heal":
+            return {"worker": Role(cluster.processes, restart="heal", min_processes=cluster.min_processes)}
         return {"worker": Role(processes=cluster.processes)}
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
@@ -73,8 +81,14 @@ class ZeRO(Strategy):
         train_state = _sharded(recipe, model, world)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         module = replicated(model, world, **options)
-        sums = gradient_reducer(self.reduce, module, world.group)
-        return SynchronousReplica(recipe, context, train_state=train_state, reducer=sums, module=module)
+        logical_ranks = context.logical_ranks if self.on_failure == "heal" else None  # else all have equally many
+        if self.on_failure == "heal":
+            sums = interruptible_reducer(self.reduce, module, world, logical_ranks)
+        else:
+            sums = gradient_reducer(self.reduce, module, world.group)
+        return SynchronousReplica(
+            recipe, context, train_state=train_state, reducer=sums, module=module, logical_ranks=logical_ranks
+        )
 
 
 def _sharded(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
@@ -99,10 +113,20 @@ def _divided(plain: Optimizer, world: World) -> ZeroRedundancyOptimizer:
     groups = [dict(group) for group in plain.param_groups]
     known = inspect.signature(type(plain)).parameters  # AdamW stores a default that its constructor does not take
     defaults = {name: value for name, value in plain.defaults.items() if name in known}
-    sharded = ZeroRedundancyOptimizer(groups, type(plain), process_group=world.group, **defaults)
+    sharded = _WaitingOptimizer(groups, type(plain), process_group=world.group, **defaults)
     move_step_hooks(plain, sharded)
     time_parameters(sharded, sharded.optim)
     return sharded
+
+
+@final
+class _WaitingOptimizer(ZeroRedundancyOptimizer):
+    """Waits for the parameters of other ranks in Python, where it learns of the end of its gang."""
+
+    def _sync_params(self) -> None:
+        started = [self._broadcast_params_from_rank(rank) for rank in range(self.world_size)]  # type: ignore[attr-defined]
+        for work in [work for works in started for work in works]:
+            wait(work)
 
 
 def _cost(work: Workload, cluster: Cluster, *, bucket_mb: float) -> Cost:

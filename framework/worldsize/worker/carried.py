@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from worldsize.checkpoints.save import Saver
 from worldsize.config.settings import Settings
-from worldsize.core import Listener, RunStarted, StepDone, World
+from worldsize.core import Evaluated, Event, Listener, RunStarted, StepDone, World
 from worldsize.engine.before_update import BeforeUpdate
 from worldsize.engine.fit import TrainingProgress
 from worldsize.records.run_directory import RunDirectory
@@ -20,6 +20,35 @@ from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.evaluation import EvaluationData
 from worldsize.worker.save_interval import SaveInterval
 from worldsize.world.heartbeat import Heartbeat
+
+
+@final
+@dataclass
+class LoggedEvents:
+    """Remembers what of the run is logged, so that steps that are done again are not logged again."""
+
+    last: StepDone | None = None
+    """The last logged step that this process knows of."""
+    missing: StepDone | None = None
+    """A logged step of which the process that logged it perhaps knew nothing."""
+    step: int = 0
+    """The last step that was logged before steps were done again."""
+    evaluation: int = 0
+    """The last step whose evaluation was logged before."""
+
+    def is_new(self, event: Event) -> bool:
+        """Return whether an event is not of a step that is done again."""
+        match event:
+            case StepDone(step=step):
+                return step > self.step
+            case Evaluated(step=step):
+                return step > self.evaluation
+        return True
+
+    def known(self, first: TrainingProgress) -> tuple[int, bool]:
+        """Return the last logged step of a run that goes on from ``first``, and whether its evaluation is done."""
+        step = max(first.step, self.step, self.evaluation)
+        return step, first.evaluated or step > first.step
 
 
 @final
@@ -33,10 +62,10 @@ class Carried:
     finish: Callable[[], None] = lambda: None  # called when this process needs no other any more
     progress: TrainingProgress | None = None
     """What this process has done; None: nothing yet, so that it begins at the newest checkpoint."""
-    logged: StepDone | None = None
-    """The last logged step."""
-    unlogged: StepDone | None = None
-    """A logged step of which the process that logged it perhaps knew nothing."""
+    log: LoggedEvents = field(default_factory=LoggedEvents)
+    """What was logged, also by other processes."""
+    copy: Callable[[TrainingProgress], None] = lambda progress: None
+    """Called with what this process has done, to keep copies of its state in memory."""
     interval: SaveInterval | None = None
     """Chooses when saves are due in the present membership; None: the configuration does."""
     saves: Mapping[str, Any] = field(default_factory=dict)

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ from worldsize.engine.before_update import BeforeUpdate
 from worldsize.engine.fit import TrainingProgress
 from worldsize.records.run_directory import RunDirectory
 from worldsize.worker.carried import Carried
+from worldsize.worker.shard_recovery import ShardRecovery
 from worldsize.worker.training import Training, global_listeners
 from worldsize.world.connections import Connections
 from worldsize.world.environments import Placement
@@ -63,6 +65,7 @@ class HealingMember:
         self._meetings: Meetings | None = None  # the store's server, if there are several hosts
         self._logs = False  # whether the listeners of the whole run are among its own
         self._has_logged = False  # and were in the membership before
+        self._shards: ShardRecovery | None = None  # if the strategy shards state
 
     def run(self, world: World, make_replica: Callable[[Settings, World, BeforeUpdate], Replica]) -> int:
         """Train until the run ends or this process leaves; return the exit code.
@@ -80,25 +83,48 @@ class HealingMember:
         channel, heartbeat = self._channel, self._placement.heartbeat
         carried = Carried(self._settings, heartbeat, channel.begin_step, channel.finish)
         carried.build(world)
+        if self._settings.strategy.shards_state:
+            self._shards = ShardRecovery(
+                self._run, carried, every=self._settings.checkpoint.peers, at=self._settings.faults.at
+            )
         before: Membership | None = None
         while True:
             begun = time.perf_counter()
-            membership = self._channel.next(carried.progress.step if carried.progress else NEWCOMER)
+            membership = self._channel.next(self._step(carried))
             if world.global_rank not in membership.members:
                 return 0
             try:
                 settings, world = self._joined(world, membership)
-                replica = make_replica(settings, world, carried.before_update)
-                replica = self._with_newest_state(replica, world, membership, carried)
+                make = partial(make_replica, settings, world, carried.before_update)
+                replica = self._replica_of(make, world, membership, carried)
                 if before is not None or membership.members != tuple(range(self._settings.roles[world.role].processes)):
                     step = carried.progress.step if carried.progress else 0
                     self._tell(_changed(membership, before, step, time.perf_counter() - begun))
                 before = membership
                 listeners = self._listeners
-                return Training(settings, self._run, world, replica, listeners, self._preemption, carried).run()
+                code = Training(settings, self._run, world, replica, listeners, self._preemption, carried).run()
+                if self._shards:
+                    self._shards.close()
+                return code
             except Exception as error:
                 if not self._channel.is_cause_of(error):
                     raise
+
+    def _step(self, carried: Carried) -> int:
+        """Return the last step of which this process has a state."""
+        if self._shards:
+            return self._shards.step
+        return carried.progress.step if carried.progress else NEWCOMER
+
+    def _replica_of(
+        self, make_replica: Callable[[], Replica], world: World, membership: Membership, carried: Carried
+    ) -> Replica:
+        """Make the replica of this process in a membership, with the newest state."""
+        if self._shards is None:
+            return self._with_newest_state(make_replica(), world, membership, carried)
+        carried.log.last = self._last_logged(world, carried)
+        carried.log.missing = carried.log.last if world.rank == 0 else None
+        return self._shards.recover(make_replica, world, membership.number, self._settings.loop)
 
     def _tell(self, event: Event) -> None:
         for listener in self._listeners:
@@ -115,7 +141,8 @@ class HealingMember:
         settings = self._settings.among(len(membership.members))
         self._store = self._meeting(membership.number)
         with connections:
-            world = regrouped(world, membership.members, settings.cluster, self._store)
+            copies = self._shards is not None
+            world = regrouped(world, membership.members, settings.cluster, self._store, copies=copies)
         self._has_logged = self._logs
         if world.rank == 0 and not self._logs:
             self._listeners += global_listeners(settings, self._run, self._preemption)
@@ -141,8 +168,8 @@ class HealingMember:
             return replica
         step, behind, progress = membership.steps[source], membership.behind, carried.progress
         evaluated, saved, carried.saves = self._done_after(step, world, carried)
-        carried.logged = self._last_logged(world, carried)  # also if only those remain that join now
-        carried.unlogged = carried.logged if world.rank == 0 else None
+        carried.log.last = self._last_logged(world, carried)  # also if only those remain that join now
+        carried.log.missing = carried.log.last if world.rank == 0 else None
         if world.rank in behind:
             assert world.group is not None
             state, facts = receive_state(replica.state(), source, world.group, world.device)
@@ -163,11 +190,11 @@ class HealingMember:
     def _last_logged(self, world: World, carried: Carried) -> StepDone | None:
         """Return the last step that any member has logged; all of them must call it."""
         if world.group is None:
-            return carried.logged
-        own = carried.logged.step if carried.logged else 0
+            return carried.log.last
+        own = carried.log.last.step if carried.log.last else 0
         newest = torch.tensor(own * world.size + world.rank, device=world.device)  # and who has logged it
         dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=world.group)
-        logged = [carried.logged]
+        logged = [carried.log.last]
         dist.broadcast_object_list(logged, group=world.group, group_src=int(newest) % world.size)
         return logged[0]
 

@@ -130,12 +130,14 @@ class Training:
     def run(self) -> int:
         """Train to the end, or until the run should stop; return the exit code."""
         steps, replica, carried = self._settings.training.steps, self._replica, self._carried
-        first, checkpoint = self._resume() if carried.progress is None else (carried.progress, None)
+        first, checkpoint = (carried.progress, None) if carried.progress else self._resume()
         carried.note(first)
-        started = RunStarted(self._run.id, steps, first.step, first.evaluated)
+        carried.copy(first)
+        started = RunStarted(self._run.id, steps, *carried.log.known(first))
         carried.tell_started(started, self._listeners)
-        if (missing := carried.unlogged) is not None and missing.step > last_step(self._run.metrics):
+        if (missing := carried.log.missing) is not None and missing.step > last_step(self._run.metrics):
             self._emit(missing)
+            carried.log.step = missing.step
         self._recall(first)
         self._checkpoints.resume(first.step, checkpoint.facts if checkpoint else {"save_interval": carried.saves})
         beats = carried.beats(first.step)
@@ -165,7 +167,8 @@ class Training:
     def _recall(self, first: TrainingProgress) -> None:
         """Send the first rank's recorded evaluations to all ranks, if early stopping depends on them."""
         if self._settings.early_stopping and first.step:
-            logged = [list[Any](evaluations(self._run.metrics) if self._world.rank == 0 else ())]
+            done = first.step if first.evaluated else first.step - 1  # those after it are repeated
+            logged = [list[Any](evaluations(self._run.metrics, until=done) if self._world.rank == 0 else ())]
             if self._world.group is not None:
                 dist.broadcast_object_list(logged, group=self._world.group, group_src=0)
             self._history.evaluations = logged[0]
@@ -176,9 +179,10 @@ class Training:
 
     def _emit(self, *events: Event) -> None:
         for event in events:
-            if isinstance(event, StepDone):
-                self._carried.logged = event
-            for listener in self._listeners:
+            is_new = self._carried.log.is_new(event)
+            if isinstance(event, StepDone) and is_new:
+                self._carried.log.last = event
+            for listener in self._listeners[0 if is_new else self._listeners.index(self._history) :]:
                 listener(event)
 
     def _exclude(self, host: str) -> None:
@@ -216,8 +220,7 @@ class Training:
     def _fit(
         self, first: TrainingProgress, checkpoint: Checkpoint | None, heartbeat: Heartbeat | None
     ) -> TrainingProgress:
-        settings, world = self._settings, self._world
-        part = _part(settings, world)
+        settings, world, part = self._settings, self._world, _part(self._settings, self._world)
         batches, streams = self._data(first.step, checkpoint)
         data, splits = self._carried.evaluation, settings.evaluation.splits
         if not self._leads:
@@ -237,6 +240,7 @@ class Training:
             wants_stop=lambda: self._preemption.is_wanted() or self._checkpoints.wants_stop(),
             at=settings.faults.at,
             progressed=self._carried.note,
+            logged=self._carried.copy,
             examine=self._watch.measure_links if self._watch else _ignore,
             before_update=self._carried.before_update,
         )
@@ -310,8 +314,7 @@ class Training:
 
     def _result(self, model: Mapping[str, Tensor], *, last: TrainingProgress) -> dict[str, Any]:
         tensors, batch_size = tensor_digests(model), self._settings.training.batch_size
-        seconds = time.perf_counter() - self._history.started
-        steps = last.step - self._history.first
+        seconds, steps = time.perf_counter() - self._history.started, last.step - self._history.first
         return {
             "state_digest": state_digest(tensors),
             "tensors": tensors,
@@ -346,5 +349,4 @@ def _no_states(step: int) -> dict[str, Tensor]:
     return {}
 
 
-def _ignore(done: StepDone) -> None:
-    pass
+def _ignore(done: StepDone) -> None: ...

@@ -45,7 +45,7 @@ def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
         dist.destroy_process_group()
 
 
-def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: Store) -> World:
+def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: Store, *, copies: bool = False) -> World:
     """Leave the process groups of ``world`` and join those of the processes ``members``, all of which must call it.
 
     Args:
@@ -53,6 +53,7 @@ def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: Sto
         members: Global ranks of the processes that train together from now on, ascending.
         cluster: The machines.
         store: The rendezvous of these members, which no others have used; the caller keeps it alive.
+        copies: Whether there is a group "copies/" of the role, too, in which members send each other copies of shards.
 
     Returns:
         The place of this process among the members: its rank is its place in the list.
@@ -74,6 +75,9 @@ def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: Sto
         groups = {name: _group(everyone, everyone, timeout) for name in ("all", world.role)}
         own = dist.new_group(list(everyone), timeout, backend="gloo")
         groups[f"checkpoint/{world.role}"] = cast("ProcessGroup", own)
+        if copies:
+            own = dist.new_group(list(everyone), timeout, backend="gloo")
+            groups[f"copies/{world.role}"] = cast("ProcessGroup", own)
     return replace(world, rank=rank, size=len(members), world_size=len(members), groups=groups)
 
 

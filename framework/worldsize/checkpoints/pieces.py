@@ -1,0 +1,187 @@
+"""Says which ranks hold which parts of a training state, and which two of them keep each part in their memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from worldsize.checkpoints.shards import box_of
+from worldsize.checkpoints.validation import Box
+from worldsize.collectives.per_rank import local
+
+_ALIGNED = 64  # bytes: each part in a buffer begins at a multiple
+
+
+@final
+@dataclass(frozen=True, order=True)
+class Piece:
+    """A part of a tensor: its name, and the (begin, end) of the part in each dimension."""
+
+    name: str
+    box: Box
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        return tuple(end - begin for begin, end in self.box)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the part."""
+        return math.prod(self.sizes)
+
+
+@final
+@dataclass(frozen=True)
+class Held:
+    """Lists what one rank holds of the state, and names its host."""
+
+    pieces: Sequence[Piece]
+    dtypes: Mapping[str, torch.dtype]
+    host: str
+
+
+def piece_of(name: str, tensor: Tensor) -> Piece | None:
+    """Return the part of a tensor (plain, or a DTensor) that this rank holds; None: it holds no element of it."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if tensor.is_meta:
+        return None
+    sizes, offsets = tuple(tensor.shape), (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    piece = Piece(name, box_of(offsets, sizes))
+    return piece if piece.elements else None
+
+
+def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """Return the parts that this rank holds of ``tensors``, of any shapes, in their order."""
+    return [piece for name, tensor in tensors.items() if (piece := piece_of(name, tensor)) is not None]
+
+
+def cut(tensor: Tensor, within: Box, part: Box) -> Tensor:
+    """Return the view of ``part`` in ``tensor``, which is the part ``within`` of the same whole."""
+    slices = tuple(slice(begin - start, end - start) for (begin, end), (start, _) in zip(part, within, strict=True))
+    return tensor[slices] if slices else tensor
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """Return the part that two parts of a tensor have in common; None: they have none."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return both if all(begin < end for begin, end in both) else None
+
+
+@final
+class Layout:
+    """Says who of a group holds which parts of the state, and who keeps them; all ranks make the same one.
+
+    Two ranks keep each part, if possible on two hosts. If several ranks hold it, two of them do, in turns, and nothing
+    is sent. The only rank that holds a part keeps it, and sends a copy to its peer.
+    """
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._dtypes = {name: dtype for each in held for name, dtype in each.dtypes.items()}
+        self._hosts = [each.host for each in held]
+        holders: dict[Piece, list[int]] = {}
+        for rank, each in enumerate(held):
+            for piece in each.pieces:
+                holders.setdefault(piece, []).append(rank)
+        shared = sorted(
+            (each for each in holders if len(holders[each]) > 1), key=lambda each: (-self.bytes(each), each)
+        )
+        self._sole: list[list[Piece]] = [[] for _ in held]
+        self._kept: list[list[Piece]] = [[] for _ in held]
+        for piece, ranks in holders.items():
+            if len(ranks) == 1:
+                self._sole[ranks[0]].append(piece)
+        for place, piece in enumerate(shared):
+            for rank in self._keepers(holders[piece], place):
+                self._kept[rank].append(piece)
+        self._distance = self._best_distance()
+
+    def sole(self, rank: int) -> list[Piece]:
+        """Return the parts that only this rank holds; it keeps them, and so does its peer."""
+        return self._sole[rank]
+
+    def kept(self, rank: int) -> list[Piece]:
+        """Return the parts that this rank keeps, and another rank, which holds them, too."""
+        return self._kept[rank]
+
+    def peer(self, rank: int) -> int:
+        """Return the rank that keeps copies of what only ``rank`` holds."""
+        return (rank + self._distance) % len(self._hosts)
+
+    def peer_before(self, rank: int) -> int:
+        """Return the rank of which ``rank`` keeps copies."""
+        return (rank - self._distance) % len(self._hosts)
+
+    def bytes(self, piece: Piece) -> int:
+        """Return the size of a part."""
+        return piece.elements * self._dtypes[piece.name].itemsize
+
+    def placed(self, pieces: Sequence[Piece]) -> tuple[list[int], int]:
+        """Return the offset of each part in a buffer that holds them all, and the size of the buffer, in bytes."""
+        offsets, end = [], 0
+        for piece in pieces:
+            offsets.append(end)
+            end += -(-self.bytes(piece) // _ALIGNED) * _ALIGNED
+        return offsets, end
+
+    def views(self, pieces: Sequence[Piece], buffer: Tensor) -> dict[Piece, Tensor]:
+        """Return the parts in a buffer, bytes (n,), each with its dtype and shape."""
+        offsets, _ = self.placed(pieces)
+        return {
+            piece: buffer[offset : offset + self.bytes(piece)].view(self._dtypes[piece.name]).view(piece.sizes)
+            for piece, offset in zip(pieces, offsets, strict=True)
+        }
+
+    def _keepers(self, ranks: Sequence[int], place: int) -> tuple[int, int]:
+        first = place % len(ranks)
+        others = [*ranks[first + 1 :], *ranks[:first]]
+        elsewhere = [rank for rank in others if self._hosts[rank] != self._hosts[ranks[first]]]
+        return ranks[first], (elsewhere or others)[0]
+
+    def _best_distance(self) -> int:
+        """Return the distance to the peers at which the fewest have theirs on their own host; 0: there is none."""
+        size = len(self._hosts)
+
+        def at_home(distance: int) -> int:
+            return sum(self._hosts[rank] == self._hosts[(rank + distance) % size] for rank in range(size))
+
+        return min(range(1, size), key=at_home, default=0)
+
+
+def gathered_layout(tensors: Mapping[str, Tensor], group: ProcessGroup | None, host: str) -> Layout:
+    """Gather who holds which parts of ``tensors``, of any shapes; all ranks of ``group`` must call it (None: one)."""
+    pieces = pieces_of(tensors)
+    own = Held(pieces, {piece.name: tensors[piece.name].dtype for piece in pieces}, host)
+    return Layout(all_of(own, group))
+
+
+def all_of(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """Gather a plain value of each rank of ``group`` (None: this process is alone)."""
+    if group is None:
+        return [value]
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def copied(tensors: Mapping[str, Tensor], views: Mapping[Piece, Tensor]) -> None:
+    """Copy this rank's parts of ``tensors`` into ``views``; all have the shapes of their parts."""
+    if views:
+        sources = [local(tensors[piece.name]).detach() for piece in views]
+        torch._foreach_copy_(list(views.values()), sources, non_blocking=True)
+
+
+def missing_elements(pieces: Collection[Piece], total: int) -> int:
+    """Return how many of the ``total`` elements of the state are in none of ``pieces``, which do not overlap."""
+    return total - sum(piece.elements for piece in pieces)

@@ -1,0 +1,202 @@
+"""Brings a state to the ranks of a new group from the parts that they keep in memory, point to point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from worldsize.checkpoints.copies import Generation
+from worldsize.checkpoints.pieces import Piece, all_of, cut, missing_elements, overlap, pieces_of
+from worldsize.checkpoints.tree import join, ordered_like, split
+from worldsize.checkpoints.validation import Box
+from worldsize.collectives.interruption import INTERRUPTION
+from worldsize.collectives.per_rank import local
+from worldsize.core import StateDict
+from worldsize.errors import CheckpointError
+
+_ROUND = 64 << 20  # about as many bytes are sent by a rank at once, so that little memory is needed
+_ALIGNED = 16  # bytes: each part in a message begins at a multiple
+
+_Key = tuple[int, int]  # the step and the membership of a generation
+
+
+@final
+@dataclass(frozen=True)
+class _Offer:
+    """Lists what one rank keeps of one generation."""
+
+    step: int
+    number: int
+    elements: int
+    pieces: Sequence[Piece]
+
+
+@final
+@dataclass(frozen=True)
+class Recovered:
+    """A state that was brought together, this rank's part of it, and what belongs to it."""
+
+    step: int
+    skipped: int
+    state: StateDict
+    kept: Generation | None
+    """What this rank itself keeps of it."""
+
+
+def recovered(template: StateDict, own: Sequence[Generation], group: ProcessGroup | None) -> Recovered | None:
+    """Fill the tensors of ``template`` with the newest generation of which the ranks of ``group`` have all parts.
+
+    All ranks must call it. None: no rank has ever kept anything.
+
+    Args:
+        template: The state of this rank; its tensors, of any shapes, are those of the new group, and are overwritten.
+        own: What this rank keeps, of any group before.
+        group: A gloo group of all ranks; None: this process is alone.
+
+    Raises:
+        CheckpointError: parts of each generation are lost.
+    """
+    tensors, _ = split({part: child for part, child in template.items() if part != "strategy"})
+    offers = [_Offer(each.step, each.number, each.elements, list(each.parts)) for each in own]
+    gathered = all_of((offers, pieces_of(tensors)), group)
+    if not any(theirs for theirs, _ in gathered):
+        return None
+    key, keepers = _newest_complete([theirs for theirs, _ in gathered])
+    kept = next((each for each in own if (each.step, each.number) == key), None)
+    source = min(rank for ranks in keepers.values() for rank in ranks)
+    facts: list[Any] = [(kept.values, kept.skipped) if kept else None]
+    if group is not None:
+        dist.broadcast_object_list(facts, group=group, group_src=source)
+    values, skipped = facts[0]
+    parts = kept.parts if kept else {}
+    _Exchange(group, tensors, parts).run(_transfers(keepers, [needed for _, needed in gathered]))
+    return Recovered(key[0], skipped, ordered_like(join(values, tensors), template), kept)
+
+
+def _newest_complete(offers: Sequence[Sequence[_Offer]]) -> tuple[_Key, Mapping[Piece, list[int]]]:
+    """Return the newest generation of which no part is lost, and who keeps each part."""
+    keepers: dict[_Key, dict[Piece, list[int]]] = {}
+    elements: dict[_Key, int] = {}
+    for rank, theirs in enumerate(offers):
+        for offer in theirs:
+            elements[offer.step, offer.number] = offer.elements
+            pieces = keepers.setdefault((offer.step, offer.number), {})
+            for piece in offer.pieces:
+                pieces.setdefault(piece, []).append(rank)
+    lost = {key: missing_elements(keepers[key], elements[key]) for key in keepers}
+    for key in sorted(keepers, reverse=True):
+        if lost[key] == 0:
+            return key, keepers[key]
+    step, number = max(keepers)
+    raise CheckpointError(
+        f"{lost[step, number]} of {elements[step, number]} numbers of the state after step {step} are lost: the "
+        "processes that kept them have died together. The run goes on from its last checkpoint if "
+        "launcher.max_restarts allows it."
+    )
+
+
+@final
+@dataclass(frozen=True)
+class _Transfer:
+    """A part of a kept part, from the rank that sends it to one that needs it as a part of its own."""
+
+    source: int
+    target: int
+    kept: Piece
+    needed: Piece
+    box: Box
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return Piece(self.kept.name, self.box).sizes
+
+
+def _transfers(keepers: Mapping[Piece, list[int]], needed: Sequence[Sequence[Piece]]) -> Iterator[_Transfer]:
+    """Yield what is sent, in the same order on all ranks; a rank takes from itself what it can."""
+    by_name: dict[str, list[Piece]] = {}
+    for piece in sorted(keepers):
+        by_name.setdefault(piece.name, []).append(piece)
+    for target, pieces in enumerate(needed):
+        for place, need in enumerate(pieces):
+            for kept in by_name.get(need.name, ()):
+                if (box := overlap(kept.box, need.box)) is not None:
+                    ranks = keepers[kept]
+                    source = target if target in ranks else ranks[(target + place) % len(ranks)]
+                    yield _Transfer(source, target, kept, need, box)
+
+
+@final
+class _Exchange:
+    """Copies and sends parts of tensors; ``tensors``: those to fill; ``parts``: those that this rank keeps."""
+
+    def __init__(
+        self, group: ProcessGroup | None, tensors: Mapping[str, Tensor], parts: Mapping[Piece, Tensor]
+    ) -> None:
+        self._group, self._parts = group, parts
+        self._targets = {name: local(tensor).detach() for name, tensor in tensors.items() if not tensor.is_meta}
+        self._rank, self._size = (group.rank(), group.size()) if group else (0, 1)
+
+    def run(self, transfers: Iterator[_Transfer]) -> None:
+        """Make those of ``transfers`` that concern this rank; all ranks must call it."""
+        at_once = _ROUND // self._size
+        rounds: dict[int, list[_Transfer]] = {}
+        sums: dict[tuple[int, int], int] = {}
+        for each in transfers:
+            pair = (each.source, each.target)
+            if pair == (self._rank, self._rank):
+                self._target(each).copy_(self._source(each))
+            elif self._rank in pair:
+                rounds.setdefault(sums.get(pair, 0) // at_once, []).append(each)
+                sums[pair] = sums.get(pair, 0) + self._bytes(each)
+        if self._group is not None:
+            last = torch.tensor(max(rounds, default=-1))
+            dist.all_reduce(last, op=dist.ReduceOp.MAX, group=self._group)
+            for number in range(int(last) + 1):
+                self._round(rounds.get(number, []), self._group)
+
+    def _round(self, transfers: Sequence[_Transfer], group: ProcessGroup) -> None:
+        sent = sorted((each for each in transfers if each.source == self._rank), key=lambda each: each.target)
+        taken = sorted((each for each in transfers if each.target == self._rank), key=lambda each: each.source)
+        to, from_ = [0] * self._size, [0] * self._size
+        for each in sent:
+            to[each.target] += self._bytes(each)
+        for each in taken:
+            from_[each.source] += self._bytes(each)
+        message, answer = (torch.empty(sum(sizes), dtype=torch.uint8) for sizes in (to, from_))
+        for each, place in self._places(sent, message):
+            place.copy_(self._source(each))
+        work = dist.all_to_all_single(answer, message, from_, to, group=group, async_op=True)
+        assert work is not None
+        INTERRUPTION.wait(work)
+        for each, place in self._places(taken, answer):
+            self._target(each).copy_(place)
+
+    def _places(self, transfers: Sequence[_Transfer], message: Tensor) -> Iterator[tuple[_Transfer, Tensor]]:
+        """Yield the place of each part in a message, with the shape and dtype of the part."""
+        offset = 0
+        for each in transfers:
+            dtype = self._dtype(each)
+            size = dtype.itemsize * Piece(each.kept.name, each.box).elements
+            yield each, message[offset : offset + size].view(dtype).view(each.sizes)
+            offset += self._bytes(each)
+
+    def _bytes(self, each: _Transfer) -> int:
+        size = self._dtype(each).itemsize * Piece(each.kept.name, each.box).elements
+        return -(-size // _ALIGNED) * _ALIGNED
+
+    def _dtype(self, each: _Transfer) -> torch.dtype:
+        kept = self._parts.get(each.kept) if each.source == self._rank else self._targets[each.needed.name]
+        assert kept is not None
+        return kept.dtype
+
+    def _source(self, each: _Transfer) -> Tensor:
+        return cut(self._parts[each.kept], each.kept.box, each.box)
+
+    def _target(self, each: _Transfer) -> Tensor:
+        return cut(self._targets[each.needed.name], each.needed.box, each.box)

@@ -1,0 +1,103 @@
+"""Keeps copies of a sharded state while a gang trains, and gives its next members the newest whole one."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from worldsize.checkpoints.copies import Generation, ShardCopies
+from worldsize.checkpoints.recovery import recovered
+from worldsize.core import Replica, World
+from worldsize.engine.fit import LoopConfig, TrainingProgress
+from worldsize.records.metrics import last_row
+from worldsize.records.run_directory import RunDirectory
+from worldsize.worker.carried import Carried
+from worldsize.world.environments import host_name
+from worldsize.world.membership import NEWCOMER
+
+
+@final
+class ShardRecovery:
+    """The copies that one process keeps in one membership after the other; ``every``: steps between two of them.
+
+    ``at`` is called at named points, at which tests inject faults.
+    """
+
+    def __init__(self, run: RunDirectory, carried: Carried, *, every: int, at: Callable[[str], None]) -> None:
+        self._run, self._carried, self._every, self._at = run, carried, every, at
+        self._copies: ShardCopies | None = None
+
+    @property
+    def step(self) -> int:
+        """The newest step of which this process keeps anything."""
+        newest = self._copies.newest if self._copies else None
+        return newest.step if newest else NEWCOMER
+
+    def recover(self, make_replica: Callable[[], Replica], world: World, number: int, loop: LoopConfig) -> Replica:
+        """Make the replica of membership ``number``, with the newest state of which no part is lost.
+
+        All members must call it.
+
+        Raises:
+            CheckpointError: a part of each state is lost.
+        """
+        carried = self._carried
+        left = self._copies.left() if self._copies else []
+        before, carried.copy = carried.progress, _nothing
+        gc.collect()  # the replica before, and its groups, refer to themselves
+        replica = make_replica()
+        group = world.groups.get(f"copies/{world.role}")
+        newest = recovered(replica.state(), left, group)
+        if newest is None:
+            carried.progress, carried.log.step, carried.log.evaluation = None, 0, 0
+        else:
+            replica.load(newest.state)
+            carried.log.step, carried.log.evaluation = self._logged(world, group, loop)
+            is_past = before is not None and before.step > newest.step
+            is_saved = before is None or is_past or (before.step == newest.step and before.saved)
+            known: list[Any] = [carried.log.evaluation >= newest.step, is_saved]
+            if group is not None:
+                dist.broadcast_object_list(known, group=group, group_src=0)
+            evaluated = known[0] or not loop.evaluates(newest.step)
+            saved = known[1] or not loop.saves(newest.step)
+            carried.progress = TrainingProgress(newest.step, newest.skipped, evaluated, saved)
+        self._begin(replica, world, number, group, newest.kept if newest else None)
+        return replica
+
+    def close(self) -> None:
+        """Wait until the copies on the way have arrived."""
+        if self._copies:
+            self._copies.close()
+
+    def _begin(
+        self, replica: Replica, world: World, number: int, group: ProcessGroup | None, before: Generation | None
+    ) -> None:
+        host = host_name(os.environ)
+        copies = ShardCopies(number, group, host=host, device=world.device, before=before, at=self._at)
+        self._copies = copies
+        self._carried.copy = partial(self._copy, replica, copies)
+
+    def _copy(self, replica: Replica, copies: ShardCopies, progress: TrainingProgress) -> None:
+        is_new = self.step < progress.step
+        if copies.is_unused or (is_new and progress.step % self._every == 0):
+            copies.take(replica.state(), step=progress.step, skipped=progress.skipped)
+
+    def _logged(self, world: World, group: ProcessGroup | None, loop: LoopConfig) -> tuple[int, int]:
+        """Return the last step and the last evaluation that are recorded, as the member that logs reads there."""
+        step, is_evaluation = last_row(self._run.metrics) if world.rank == 0 else (0, False)
+        logged = step if not is_evaluation or loop.logs(step) else step - 1
+        evaluated = step if is_evaluation or (step and not loop.logs(step)) else step - 1
+        newest: list[Any] = [(logged, evaluated)]
+        if group is not None:
+            dist.broadcast_object_list(newest, group=group, group_src=0)
+        recorded: tuple[int, int] = newest[0]
+        return recorded
+
+
+def _nothing(progress: TrainingProgress) -> None: ...
