@@ -5,7 +5,7 @@
 Points: checkpoint:begin, checkpoint:in-shard, checkpoint:after-shard, checkpoint:after-shards,
 checkpoint:after-manifest, checkpoint:after-complete, checkpoint:after-rename, retention:begin,
 retention:in-delete, retention:end, evaluate:begin, push:begin, push:next-server, update:continue, process:begin,
-load:begin, step:data, step:compute, copies:sent; log:begin and log:end, before an update, with strategy.on_failure=heal.
+load:begin, step:data, step:compute, copies:sent; log:begin and log:end where gangs heal, before the update.
 
 Action "disk_full", at a point of a save, is the error of a disk that takes no more.
 
