@@ -95,4 +95,4 @@ def test_what_cannot_be_compiled_is_refused_before_the_start(train: Any) -> None
 
 
 def test_nothing_compiled_is_nothing_to_tell() -> None:
-    assert Compilations(speaks=True).facts() == {}
+    assert Compilations().facts(speaks=True) == {}

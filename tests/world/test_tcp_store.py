@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from worldsize.world.tcp_store import Meetings
+from worldsize.world.meetings import Meetings
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def server() -> TCPStore:
 
 
 def meetings(server: TCPStore, check: Callable[[], None], seconds: float) -> Meetings:
-    return Meetings("127.0.0.1", server.port, check, timedelta(seconds=seconds))
+    return Meetings(f"tcp://127.0.0.1:{server.port}", check, timedelta(seconds=seconds))
 
 
 def test_one_reads_what_another_has_written_for_the_same_membership(server: TCPStore) -> None:

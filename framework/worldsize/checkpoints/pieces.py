@@ -68,7 +68,7 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
 
 
 def cut(tensor: Tensor, within: Box, part: Box) -> Tensor:
-    """Return the view of ``part`` in ``tensor``, which is the part ``within`` of the same whole."""
+    """Return the view of ``part`` in ``tensor``, of the shape of ``within``: the part ``within`` of the whole."""
     slices = tuple(slice(begin - start, end - start) for (begin, end), (start, _) in zip(part, within, strict=True))
     return tensor[slices] if slices else tensor
 

@@ -20,7 +20,7 @@ from worldsize.config.sections import (
     RunConfig,
     TrainingConfig,
 )
-from worldsize.config.shape import check_compiles, check_heals
+from worldsize.config.shape import check_compiles, check_copies, check_heals
 from worldsize.core import (
     AgentLauncher,
     BatchLauncher,
@@ -152,16 +152,12 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     _check_groups(config, allowed)
     numerics = build(config["numerics"], Numerics, allowed=allowed, key="numerics")
     strategy.check_numerics(numerics)
-    check_compiles(numerics, strategy, determinism)
+    check_compiles(numerics, strategy, exact=determinism.mode if determinism.deterministic else None)
     roles = strategy.roles(cluster)
     run = RunConfig.of(config["run"])
     launcher = launcher_of(config["launcher"], config)
     check_heals(roles, cluster, launcher)
-    if heals(roles) and strategy.shards_state and not checkpoint.peers:
-        raise ConfigError(
-            f"strategy.on_failure=heal: {type(strategy).__name__} divides its state, and without copies in the memory "
-            "of peers a part is lost with a process. Set checkpoint.peers=1 (steps between two copies) or more."
-        )
+    check_copies(roles, strategy, checkpoint.peers)
     if run.examine:
         roles = {"worker": Role(cluster.processes)}  # all processes take part
     parts = strategy.data_parallel(cluster)

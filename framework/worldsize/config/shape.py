@@ -7,7 +7,6 @@ from typing import Any
 
 from worldsize.core import Cluster, LaunchMethod, Numerics, Role, Strategy
 from worldsize.errors import ConfigError
-from worldsize.reproducibility.determinism import Determinism
 from worldsize.world.roles import heals
 
 
@@ -67,8 +66,11 @@ def _processes(cluster: Mapping[str, Any], nodes: int, gpus: int) -> int:
     return total if total is not None else (per_node or 0) * nodes
 
 
-def check_compiles(numerics: Numerics, strategy: Strategy, determinism: Determinism) -> None:
-    """Raise ConfigError if the passes are to be compiled, and cannot be, or not with the bits that are promised."""
+def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None) -> None:
+    """Raise ConfigError if the passes are to be compiled, and cannot be, or not with the bits that are promised.
+
+    ``exact``: the reproducibility mode if it promises bits.
+    """
     if not numerics.compile:
         return
     if not strategy.compiles:
@@ -76,10 +78,19 @@ def check_compiles(numerics: Numerics, strategy: Strategy, determinism: Determin
             f"compile=true: {type(strategy).__name__} does not compile what its processes compute. Set compile=false, "
             "or a strategy such as ddp or fsdp."
         )
-    if determinism.deterministic and numerics.compile_mode.startswith("max-autotune"):
+    if exact and numerics.compile_mode.startswith("max-autotune"):
         raise ConfigError(
             f"compile_mode={numerics.compile_mode} chooses kernels by their time, which is another one in each run; "
-            f"reproducibility={determinism.mode} promises the same bits. Set compile_mode=default."
+            f"reproducibility={exact} promises the same bits. Set compile_mode=default."
+        )
+
+
+def check_copies(roles: Mapping[str, Role], strategy: Strategy, peers: int) -> None:
+    """Raise ConfigError if a gang heals whose processes divide the state and keep no copies of each other's parts."""
+    if heals(roles) and strategy.shards_state and not peers:
+        raise ConfigError(
+            f"strategy.on_failure=heal: {type(strategy).__name__} divides its state, and without copies in the memory "
+            "of peers a part is lost with a process. Set checkpoint.peers=1 (steps between two copies) or more."
         )
 
 

@@ -18,7 +18,10 @@ class BeforeUpdate:
 
     @contextmanager
     def calling(self, call: Callable[[Sequence[Tensor], Mapping[str, Tensor]], None]) -> Iterator[None]:
-        """Call ``call`` in every step inside the context; it is not kept alive any longer."""
+        """Call ``call`` in every step inside the context; it is not kept alive any longer.
+
+        It is given the losses (scalars) and metrics (micro-batches, 2) of the step, as in a StepResult.
+        """
         self._call = call
         try:
             yield

@@ -49,7 +49,7 @@ class Window:
             self.timer.start(data=seconds)
 
     def add(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor], *, occasional: bool = False) -> None:
-        """Add the losses and metrics of the step, which are as in a StepResult; its update may follow."""
+        """Add the losses (scalars) and metrics (micro-batches, 2) of the step; its update may follow."""
         self._losses.append(losses)
         self.metrics.add(metrics, occasional=occasional)
 

@@ -44,21 +44,21 @@ def compile_passes(recipe: Recipe, model: nn.Module, numerics: Numerics) -> None
 @final
 @dataclass
 class Compilations:
-    """Counts what torch has compiled in this process; one that ``speaks`` logs it."""
+    """Counts what torch has compiled in this process."""
 
-    speaks: bool
     _reported: int = 0
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, *, speaks: bool) -> dict[str, Any]:
         """Return the number of graphs, their seconds and why any was compiled again; nothing if there is no new one.
 
-        What was compiled again since the first call, before which everything is compiled once, is logged.
+        What was compiled again since the first call, before which everything is compiled once, is logged if this
+        process ``speaks``.
         """
         made = _compilations()
         new, self._reported = made[self._reported :], len(made)
         if not new:
             return {}
-        if self.speaks and len(new) < len(made):
+        if speaks and len(new) < len(made):
             for each in filter(_is_repeated, new):
                 _logger.info("compiled again, in %.1f s: %s", _seconds(each), _described(each))
         return {
@@ -66,6 +66,10 @@ class Compilations:
             "seconds": sum(map(_seconds, made)),
             "again": [_described(each) for each in made if _is_repeated(each)],
         }
+
+
+COMPILATIONS = Compilations()
+"""Those of this process since it began."""
 
 
 def _is_repeated(made: Any) -> bool:

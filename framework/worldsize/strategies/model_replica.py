@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from worldsize.core import EvaluationBatch, Precision, Recipe, Replica, RunContext, StateDict
 from worldsize.metrics.collector import MetricCollector
 from worldsize.reproducibility.seeds import generators_kept, seed_generators
-from worldsize.strategies.compiled import Compilations, compile_passes
+from worldsize.strategies.compiled import COMPILATIONS, compile_passes
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.loss_weights import fp16_share, weight_factor
@@ -96,10 +96,8 @@ class ModelReplica(Replica):
         self._group = None if sums_alone or self.world.size == 1 else self.world.group
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
         self._logical_ranks = logical_ranks
-        self._compilations: Compilations | None = None
         if self.numerics.compile:
             compile_passes(recipe, self.model, self.numerics)
-            self._compilations = Compilations(speaks=self.world.rank == 0)
         self._fp16_share: Tensor | None = None  # scale of a summed loss in float16, agreed on for each gradient
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
@@ -130,7 +128,7 @@ class ModelReplica(Replica):
             self.reducer.load(state["strategy"])
 
     def facts(self) -> Mapping[str, Any]:
-        compiled = self._compilations.facts() if self._compilations else {}
+        compiled = COMPILATIONS.facts(speaks=self.world.rank == 0) if self.numerics.compile else {}
         return {"compiled": compiled} if compiled else {}
 
     def _scaled(self, loss: Tensor, record: LossRecord, scale: float) -> Tensor:

@@ -7,13 +7,10 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, final
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, Work
 
 from worldsize.checkpoints.peers import receive_state, send_state
@@ -28,10 +25,9 @@ from worldsize.worker.shard_recovery import ShardRecovery
 from worldsize.worker.training import Training, global_listeners
 from worldsize.world.connections import Connections
 from worldsize.world.environments import Placement
-from worldsize.world.folder_store import FolderStore
+from worldsize.world.meetings import Meetings
 from worldsize.world.membership import NEWCOMER, Membership, MembershipChannel
 from worldsize.world.preemption import Preemption
-from worldsize.world.tcp_store import Meetings
 from worldsize.world.world import regrouped
 
 
@@ -61,8 +57,8 @@ class HealingMember:
         self._listeners, self._preemption = listeners, preemption
         self._replica: Replica | None = None  # with the state of the last step that this process has completed
         self._kept: list[tuple[list[Work], Mapping[str, ProcessGroup]]] = []  # groups with unfinished collectives
-        self._store: Store | None = None  # of the present groups, which do not keep it alive
-        self._meetings: Meetings | None = None  # the store's server, if there are several hosts
+        timeout = timedelta(seconds=settings.cluster.timeout)
+        self._meetings = Meetings(placement.store, channel.check, timeout)
         self._logs = False  # whether the listeners of the whole run are among its own
         self._has_logged = False  # and were in the membership before
         self._shards: ShardRecovery | None = None  # if the strategy shards state
@@ -139,26 +135,15 @@ class HealingMember:
         connections = Connections()
         self._channel.begin(membership.number, connections.cut)
         settings = self._settings.among(len(membership.members))
-        self._store = self._meeting(membership.number)
+        store = self._meetings.store(membership.number)
         with connections:
             copies = self._shards is not None
-            world = regrouped(world, membership.members, settings.cluster, self._store, copies=copies)
+            world = regrouped(world, membership.members, settings.cluster, store, copies=copies)
         self._has_logged = self._logs
         if world.rank == 0 and not self._logs:
             self._listeners += global_listeners(settings, self._run, self._preemption)
             self._logs = True
         return settings, world
-
-    def _meeting(self, number: int) -> Store:
-        """Return the store at which the members of membership ``number`` meet: a folder, or a server over hosts."""
-        place, timeout = urlsplit(self._placement.store), timedelta(seconds=self._settings.cluster.timeout)
-        if place.scheme == "file":
-            return FolderStore(Path(f"{place.path}_{number}"), self._channel.check, timeout)
-        if self._meetings is None:
-            assert place.hostname is not None
-            assert place.port is not None
-            self._meetings = Meetings(place.hostname, place.port, self._channel.check, timeout)
-        return self._meetings.store(number)
 
     def _with_newest_state(self, replica: Replica, world: World, membership: Membership, carried: Carried) -> Replica:
         """Bring ``replica`` to the newest state that any member has, and return it: it is that of this process now."""

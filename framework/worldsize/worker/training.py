@@ -133,9 +133,8 @@ class Training:
         first, checkpoint = (carried.progress, None) if carried.progress else self._resume()
         carried.note(first)
         carried.copy(first)
-        started = RunStarted(self._run.id, steps, *carried.log.known(first))
-        carried.tell_started(started, self._listeners)
-        if (missing := carried.log.missing) is not None and missing.step > last_step(self._run.metrics):
+        carried.tell_started(RunStarted(self._run.id, steps, *carried.log.known(first)), self._listeners)
+        if (missing := carried.log.missing) and missing.step > last_step(self._run.metrics):
             self._emit(missing)
             carried.log.step = missing.step
         self._recall(first)
@@ -153,8 +152,7 @@ class Training:
             replica.close(complete=False)
             return PREEMPTED
         self._checkpoints.check_end(last.step)
-        summary = use_full(replica.state()["model"], self._world, partial(self._result, last=last)) or {}
-        if summary:
+        if summary := use_full(replica.state()["model"], self._world, partial(self._result, last=last)) or {}:
             write_result(self._run, summary)
         if self._settings.heals and self._world.group is not None:
             dist.barrier(group=self._world.group)  # until here, others take the place of one that dies

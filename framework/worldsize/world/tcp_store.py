@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import final
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from worldsize.world.folder_store import look_for
 
@@ -47,24 +47,3 @@ class PatientStore(Store):
             TimeoutError: they have none in time.
         """
         look_for(keys, self.check, self._check, timeout or self._timeout)
-
-
-@final
-class Meetings:
-    """The stores at which the processes of several hosts meet, one for each membership of their gang.
-
-    Args:
-        host: Name or address of the host with the server.
-        port: Port of the server.
-        check: Raises an error if nobody should wait any longer.
-        timeout: Longest time to wait for the server, or for a key.
-    """
-
-    def __init__(self, host: str, port: int, check: Callable[[], None], timeout: timedelta) -> None:
-        # one connection for all memberships: the end of a membership does not cut it
-        self._client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        self._check, self._timeout = check, timeout
-
-    def store(self, number: int) -> PatientStore:
-        """Return the store of membership ``number``."""
-        return PatientStore(PrefixStore(f"membership_{number}", self._client), self._check, self._timeout)
