@@ -72,10 +72,11 @@ def ended(process: subprocess.Popen[str], root: Path) -> tuple[str, str, list[li
     return digest, output, [each["members"] for each in attempt["memberships"]]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero"])
 def test_a_killed_rank_costs_no_restart_and_no_bit(
-    launch: Any, undisturbed: Callable[..., str], tmp_path: Path
+    launch: Any, undisturbed: Callable[..., str], tmp_path: Path, strategy: str
 ) -> None:
-    process = launch("steps=60", "faults=[{action: kill, rank: 2, step: 20}]")
+    process = launch("steps=60", f"strategy={strategy}", "faults=[{action: kill, rank: 2, step: 20}]")
     digest, output, memberships = ended(process, tmp_path)
     assert memberships == [[0, 1, 2, 3], [0, 1, 3]], output
     assert "worker 2 failed: killed by SIGKILL; going on without it" in output
