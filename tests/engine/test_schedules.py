@@ -34,13 +34,14 @@ def formula(name: str, step: int) -> float:
         return (step + 1) / RISING
     done = (step - RISING) / (STEPS - RISING)
     late = max(0.0, (step - 30) / 10)  # of a decay of the last 10 steps
-    return {
+    shares: dict[str, float] = {
         "cosine": 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2,
         "linear": 1 - done,
-        "inverse_sqrt": RISING**0.5 * (step + 1) ** -0.5,
+        "inverse_sqrt": math.sqrt(RISING / (step + 1)),
         "sqrt": 1 - math.sqrt(late),
         "straight": 0.2 + 0.8 * (1 - late),
-    }[name]
+    }
+    return shares[name]
 
 
 SCHEDULES: dict[str, Make] = {
@@ -48,9 +49,7 @@ SCHEDULES: dict[str, Make] = {
     "linear": partial(warmup_linear, steps=STEPS, warmup_steps=RISING),
     "inverse_sqrt": partial(warmup_inverse_sqrt, steps=STEPS, warmup=0.1),
     "sqrt": partial(warmup_stable_decay, steps=STEPS, warmup=0.1, decay=0.25),
-    "straight": partial(
-        warmup_stable_decay, steps=STEPS, warmup_steps=RISING, decay_steps=10, shape="linear", floor=0.2
-    ),
+    "straight": partial(warmup_stable_decay, steps=STEPS, warmup_steps=RISING, decay=0.25, shape="linear", floor=0.2),
 }
 
 

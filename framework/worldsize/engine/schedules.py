@@ -85,7 +85,6 @@ def warmup_stable_decay(
     warmup: Warmup = 0.05,
     warmup_steps: WarmupSteps = None,
     decay: Annotated[float, Range(least=0, most=1, hint="it is a share of the steps")] = 0.2,
-    decay_steps: WarmupSteps = None,
     shape: Literal["linear", "sqrt"] = "sqrt",
     floor: Floor = 0.0,
 ) -> LRScheduler:
@@ -98,8 +97,7 @@ def warmup_stable_decay(
         steps: steps of the whole run.
         warmup: fraction of ``steps`` that warms up, 0 to 1, if ``warmup_steps`` is None.
         warmup_steps: number of steps that warm up.
-        decay: fraction of ``steps`` that decays, 0 to 1, if ``decay_steps`` is None.
-        decay_steps: number of steps that decay.
+        decay: fraction of ``steps`` that decays, 0 to 1.
         shape: "linear", or "sqrt": 1 minus the square root of the share of the decay that is done.
         floor: final learning rate, as a fraction of the peak.
 
@@ -107,7 +105,7 @@ def warmup_stable_decay(
     2405.18392, section 3.
     """
     rising = _rising(steps, warmup, warmup_steps)
-    last = max(1, round(decay * steps) if decay_steps is None else decay_steps)
+    last = max(1, round(decay * steps))
 
     def falling(step: int) -> float:
         done = min(1.0, max(0.0, (step - (steps - last)) / last))
