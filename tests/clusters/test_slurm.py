@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,17 @@ def test_a_signal_that_comes_before_the_agent_handles_signals_loses_no_run(
     assert state_digest(run.folder) == laptop("steps=30")
 
 
+@contextmanager
+def taken_out(slurm: Slurm, node: str) -> Iterator[None]:
+    """Take a node out of all jobs within the block."""
+    slurm.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    try:
+        yield
+    finally:
+        with suppress(subprocess.CalledProcessError):  # the node may have resumed by itself
+            slurm.ask("scontrol", "update", f"nodename={node}", "state=resume")
+
+
 def test_a_requeued_job_that_then_loses_a_node_resumes_the_same_run(
     slurm: Slurm, submit: Any, laptop: Any, begun: Any
 ) -> None:
@@ -105,10 +116,8 @@ def test_a_requeued_job_that_then_loses_a_node_resumes_the_same_run(
     slurm.ask("scontrol", "requeue", job_of(run.folder))
     slurm.wait_for(job_of(run.folder), "PENDING", "REQUEUED")
     begun(run.folder, after=20)
-    slurm.ask("scontrol", "update", "nodename=127.0.0.2", "state=down", "reason=test")
-    slurm.wait_for(job_of(run.folder), "PENDING")
-    with suppress(subprocess.CalledProcessError):  # the node may have resumed by itself
-        slurm.ask("scontrol", "update", "nodename=127.0.0.2", "state=resume")
+    with taken_out(slurm, "127.0.0.2"):
+        slurm.wait_for(job_of(run.folder), "PENDING")
     slurm.wait_for(job_of(run.folder), "COMPLETED")
     assert len(reasons(run.folder)) == 3
     assert state_digest(run.folder) == laptop("steps=120")
@@ -248,12 +257,8 @@ def test_a_run_that_heals_goes_on_without_a_node_that_is_taken_out(
     more = ("strategy.on_failure=heal", "launcher.node_timeout=6", "log_every=1")
     run = submit("steps=150", "checkpoint.every=0", "checkpoint.at_end=true", *more, slow)
     begun(run.folder, after=5)
-    slurm.ask("scontrol", "update", "nodename=127.0.0.2", "state=down", "reason=test")
-    try:
+    with taken_out(slurm, "127.0.0.2"):
         slurm.wait_for(job_of(run.folder), "COMPLETED")
-    finally:
-        with suppress(subprocess.CalledProcessError):  # the node may have resumed by itself
-            slurm.ask("scontrol", "update", "nodename=127.0.0.2", "state=resume")
     assert reasons(run.folder) == ["completed"]
     assert [each["members"] for each in manifest(run.folder)["attempts"][0]["memberships"]] == [[0, 1, 2, 3], [0, 1]]
     assert state_digest(run.folder) == laptop("steps=150")
@@ -268,10 +273,8 @@ def test_a_run_that_heals_is_saved_and_queued_again_and_ends_with_its_first_node
     slurm.ask("scancel", "--signal=USR1", job_of(run.folder))
     slurm.wait_for(job_of(run.folder), "PENDING", "REQUEUED")
     begun(run.folder, after=20)
-    slurm.ask("scontrol", "update", "nodename=127.0.0.1", "state=down", "reason=test")
-    slurm.wait_for(job_of(run.folder), "FAILED")
-    with suppress(subprocess.CalledProcessError):  # the node may have resumed by itself
-        slurm.ask("scontrol", "update", "nodename=127.0.0.1", "state=resume")
+    with taken_out(slurm, "127.0.0.1"):
+        slurm.wait_for(job_of(run.folder), "FAILED")
     again = slurm.ask("sbatch", "--parsable", str(run.folder / "slurm.sh")).strip()
     slurm.wait_for(again, "COMPLETED")
     assert reasons(run.folder)[0] == "preempted"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from worldsize.checkpoints.shards import box_of
+from worldsize.checkpoints.shards import box_of, slices_in
 from worldsize.checkpoints.validation import Box
 from worldsize.collectives.per_rank import local
 
@@ -69,14 +69,8 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
 
 def cut(tensor: Tensor, within: Box, part: Box) -> Tensor:
     """Return the view of ``part`` in ``tensor``, of the shape of ``within``: the part ``within`` of the whole."""
-    slices = tuple(slice(begin - start, end - start) for (begin, end), (start, _) in zip(part, within, strict=True))
+    slices = slices_in(part, [begin for begin, _ in within])
     return tensor[slices] if slices else tensor
-
-
-def overlap(one: Box, other: Box) -> Box | None:
-    """Return the part that two parts of a tensor have in common; None: they have none."""
-    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return both if all(begin < end for begin, end in both) else None
 
 
 @final

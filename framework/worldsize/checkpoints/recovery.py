@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.checkpoints.copies import Generation
-from worldsize.checkpoints.pieces import Piece, all_of, cut, missing_elements, overlap, pieces_of
+from worldsize.checkpoints.pieces import Piece, all_of, cut, missing_elements, pieces_of
+from worldsize.checkpoints.shards import overlap
 from worldsize.checkpoints.tree import join, ordered_like, split
 from worldsize.checkpoints.validation import Box
 from worldsize.collectives.interruption import INTERRUPTION

@@ -28,6 +28,17 @@ def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
     return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
+def overlap(one: Box, other: Box) -> Box | None:
+    """Return the part that two parts of a tensor have in common; None: they have none."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return both if all(begin < end for begin, end in both) else None
+
+
+def slices_in(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
+    """Return the slices of a part of a tensor within a part that begins at ``origin``."""
+    return tuple(slice(begin - start, end - start) for (begin, end), start in zip(box, origin, strict=True))
+
+
 def entry_of(name: str, dtype: torch.dtype, shape: Sequence[int], box: Box, *, offset: int = 0) -> Entry:
     """Return the header entry of a part of a tensor.
 

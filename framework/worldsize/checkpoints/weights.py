@@ -15,8 +15,8 @@ from torch import Tensor
 
 from worldsize.checkpoints.format import MANIFEST, Checkpoint, complete, read, verify
 from worldsize.checkpoints.safetensors import Entry, read_entries
-from worldsize.checkpoints.shards import DTYPES, box_of
-from worldsize.checkpoints.validation import Box, is_shard
+from worldsize.checkpoints.shards import DTYPES, box_of, overlap, slices_in
+from worldsize.checkpoints.validation import is_shard
 from worldsize.errors import CheckpointError, WorldsizeError, neighbours
 from worldsize.files import is_file, is_folder, read_regular
 from worldsize.strict_json import parse
@@ -84,15 +84,18 @@ class CheckpointWeights(Weights):
     def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
         """Return the part of one tensor that ``place``, a slice per dimension, selects; the rest is not read."""
         dtype = self._entries[name].dtype
-        overlaps = [(chunk, _overlap(chunk, place)) for chunk in self._facts[name]["chunks"]]
-        parts = [(chunk, box) for chunk, box in overlaps if all(begin < end for begin, end in box)]
+        wanted = tuple((side.start, side.stop) for side in place)
+        overlaps = [
+            (chunk, overlap(box_of(chunk["offsets"], chunk["sizes"]), wanted)) for chunk in self._facts[name]["chunks"]
+        ]
+        parts = [(chunk, box) for chunk, box in overlaps if box is not None]
         if len(parts) == 1:  # one chunk holds the whole part
             (chunk, box), *_ = parts
-            return self._chunk(chunk, dtype)[_slices(box, chunk["offsets"])]
+            return self._chunk(chunk, dtype)[slices_in(box, chunk["offsets"])]
         begins = [side.start for side in place]
         tensor = torch.empty([side.stop - side.start for side in place], dtype=dtype)
         for chunk, box in parts:
-            tensor[_slices(box, begins)] = self._chunk(chunk, dtype)[_slices(box, chunk["offsets"])]
+            tensor[slices_in(box, begins)] = self._chunk(chunk, dtype)[slices_in(box, chunk["offsets"])]
         return tensor
 
     def _chunk(self, chunk: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
@@ -102,17 +105,6 @@ class CheckpointWeights(Weights):
 def _part(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
     parts = {name: facts for name, facts in checkpoint.tensors.items() if name.startswith(prefix)}
     return {name.removeprefix(prefix): facts for name, facts in parts.items()}
-
-
-def _overlap(chunk: Mapping[str, Any], place: tuple[slice, ...]) -> Box:
-    """Return the intersection of a chunk and a part of the same tensor; if empty, a side ends before it begins."""
-    box = box_of(chunk["offsets"], chunk["sizes"])
-    return tuple((max(side.start, begin), min(side.stop, end)) for side, (begin, end) in zip(place, box, strict=True))
-
-
-def _slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices of a box of a tensor within a part of the tensor that begins at ``origin``."""
-    return tuple(slice(begin - start, end - start) for (begin, end), start in zip(box, origin, strict=True))
 
 
 def _mapped(path: Path, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

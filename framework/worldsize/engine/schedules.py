@@ -39,8 +39,7 @@ def warmup_cosine(
     rising = _rising(steps, warmup, warmup_steps)
 
     def falling(step: int) -> float:
-        progress = min(1.0, (step - rising) / max(1, steps - rising))
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * _share(step, rising, steps)))
 
     return _after_warmup(optimizer, rising, falling)
 
@@ -108,7 +107,7 @@ def warmup_stable_decay(
     last = max(1, round(decay * steps))
 
     def falling(step: int) -> float:
-        done = min(1.0, max(0.0, (step - (steps - last)) / last))
+        done = _share(step, steps - last, steps)
         return floor + (1 - floor) * (1 - (done if shape == "linear" else math.sqrt(done)))
 
     return _after_warmup(optimizer, rising, falling)
@@ -117,6 +116,11 @@ def warmup_stable_decay(
 def _rising(steps: int, warmup: float, warmup_steps: int | None) -> int:
     """Return the number of steps that warm up, at least 1."""
     return max(1, round(warmup * steps) if warmup_steps is None else warmup_steps)
+
+
+def _share(step: int, first: int, last: int) -> float:
+    """Return how much of the way from step ``first`` to step ``last`` is done in ``step``, 0 to 1."""
+    return min(1.0, max(0.0, (step - first) / max(1, last - first)))
 
 
 def _after_warmup(optimizer: Optimizer, rising: int, falling: Callable[[int], float]) -> LRScheduler:

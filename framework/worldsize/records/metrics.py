@@ -156,8 +156,7 @@ def evaluations(path: Path, *, until: float = math.inf) -> list[tuple[int, dict[
 
 def last_step(path: Path) -> int:
     """Return the step of the last line, of a logged step or an evaluation; 0 if there is none."""
-    row = row_of(last_line(path, within=_END))
-    return row["step"] if row is not None and is_metric(row) else 0
+    return last_row(path)[0]
 
 
 def last_row(path: Path) -> tuple[int, bool]:

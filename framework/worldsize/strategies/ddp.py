@@ -40,6 +40,8 @@ from worldsize.strategies.reducers import (
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
 
+OnFailure = Literal["restart", "heal"]
+
 
 @final
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class DDP(Strategy):
     powersgd_rank: Annotated[int, Range(least=1)] = 4
     bucket_mb: Annotated[float, MEBIBYTES] = 25.0
     find_unused_parameters: bool = False
-    on_failure: Literal["restart", "heal"] = "restart"
+    on_failure: OnFailure = "restart"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,9 +84,7 @@ class DDP(Strategy):
             )
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
-        if self.on_failure == "heal":
-            return {"worker": Role(cluster.processes, restart="heal", min_processes=cluster.min_processes)}
-        return {"worker": Role(processes=cluster.processes)}
+        return worker_roles(cluster, self.on_failure)
 
     def check_recipe(self, recipe: Recipe) -> None:
         if isinstance(recipe, MultiUpdateRecipe) and (self.compress != "none" or self.reduce == "hierarchical"):
@@ -125,6 +125,13 @@ class DDP(Strategy):
         if self.on_failure == "heal":
             return interruptible_reducer(self.reduce, module, world, logical_ranks)
         return compressed_reducer(self.reduce, self.compress, module, world, powersgd_rank=self.powersgd_rank)
+
+
+def worker_roles(cluster: Cluster, on_failure: OnFailure) -> Mapping[str, Role]:
+    """Return the processes of a strategy in which all train, and which may go on without those that die."""
+    if on_failure == "heal":
+        return {"worker": Role(cluster.processes, restart="heal", min_processes=cluster.min_processes)}
+    return {"worker": Role(processes=cluster.processes)}
 
 
 def replicated(model: nn.Module, world: World, **options: Any) -> DistributedDataParallel:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal, final
+from typing import Annotated, final
 
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -29,7 +29,7 @@ from worldsize.core.limits import MEBIBYTES
 from worldsize.cost.cluster import across, all_gather_all_seconds, all_reduce_seconds, ring_share
 from worldsize.cost.collectives import bucketed_exposed_seconds
 from worldsize.strategies.alone import alone
-from worldsize.strategies.ddp import replicated
+from worldsize.strategies.ddp import OnFailure, replicated, worker_roles
 from worldsize.strategies.multi_train_state import MultiTrainState, optimizers_of
 from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
 from worldsize.strategies.reducers import gradient_reducer, interruptible_reducer
@@ -55,16 +55,14 @@ class ZeRO(Strategy):
 
     bucket_mb: Annotated[float, MEBIBYTES] = 25.0
     find_unused_parameters: bool = False
-    on_failure: Literal["restart", "heal"] = "restart"
+    on_failure: OnFailure = "restart"
 
     def check_recipe(self, recipe: Recipe) -> None:
         if self.on_failure == "heal":
             refuse_healing_updates(recipe)
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
-        if self.on_failure == "heal":
-            return {"worker": Role(cluster.processes, restart="heal", min_processes=cluster.min_processes)}
-        return {"worker": Role(processes=cluster.processes)}
+        return worker_roles(cluster, self.on_failure)
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         return _cost(work, cluster, bucket_mb=self.bucket_mb)

@@ -118,8 +118,7 @@ class HealingMember:
         """Make the replica of this process in a membership, with the newest state."""
         if self._shards is None:
             return self._with_newest_state(make_replica(), world, membership, carried)
-        carried.log.last = self._last_logged(world, carried)
-        carried.log.missing = carried.log.last if world.rank == 0 else None
+        self._agree_on_log(world, carried)
         return self._shards.recover(make_replica, world, membership.number, self._settings.loop)
 
     def _tell(self, event: Event) -> None:
@@ -153,8 +152,7 @@ class HealingMember:
             return replica
         step, behind, progress = membership.steps[source], membership.behind, carried.progress
         evaluated, saved, carried.saves = self._done_after(step, world, carried)
-        carried.log.last = self._last_logged(world, carried)  # also if only those remain that join now
-        carried.log.missing = carried.log.last if world.rank == 0 else None
+        self._agree_on_log(world, carried)
         if world.rank in behind:
             assert world.group is not None
             state, facts = receive_state(replica.state(), source, world.group, world.device)
@@ -171,6 +169,11 @@ class HealingMember:
         carried.progress = TrainingProgress(step, progress.skipped, evaluated, saved)
         gc.collect()  # the replica before, and its groups, refer to themselves
         return replica
+
+    def _agree_on_log(self, world: World, carried: Carried) -> None:
+        """Let every member know the last logged step, also if only those remain that join now."""
+        carried.log.last = self._last_logged(world, carried)
+        carried.log.missing = carried.log.last if world.rank == 0 else None
 
     def _last_logged(self, world: World, carried: Carried) -> StepDone | None:
         """Return the last step that any member has logged; all of them must call it."""
