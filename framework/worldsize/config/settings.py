@@ -11,6 +11,7 @@ from typing import Any
 from torch.distributed import Backend
 
 from worldsize.checkpoints.retention import Retention
+from worldsize.config.cluster import cluster_of
 from worldsize.config.instantiate import Allowed, build, check_node, check_targets
 from worldsize.config.sections import (
     AgentsConfig,
@@ -29,13 +30,11 @@ from worldsize.core import (
     Dealing,
     Launcher,
     LaunchMethod,
-    Link,
     Listener,
     Numerics,
     Plan,
     Recipe,
     Role,
-    Spot,
     Strategy,
     World,
     metric_key,
@@ -145,7 +144,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     keep = build(config["checkpoint"]["keep"], Retention, allowed=allowed, key="checkpoint.keep")
     checkpoint = CheckpointConfig.of(config["checkpoint"], keep)
     determinism = build(config["reproducibility"], Determinism, allowed=allowed, key="reproducibility")
-    cluster = _cluster(config["cluster"], determinism.threads)
+    cluster = cluster_of(config["cluster"], determinism.threads)
     strategy = build(config["strategy"], Strategy, allowed=allowed, key="strategy")  # type: ignore[type-abstract]
     _check_reduce(strategy)
     _check_backend(cluster.backend)  # the strategy's module may have registered it
@@ -262,38 +261,6 @@ def _allowed(config: Mapping[str, Any]) -> Allowed:
     return Allowed((*Allowed().prefixes, *config["run"].get("packages", ()), *config.get("allow_targets", ())))
 
 
-def _cluster(node: Mapping[str, Any], threads: int | None) -> Cluster:
-    links = {tier: Link(**link) for tier, link in (node.get("links") or {}).items()}
-    return Cluster(
-        name=node["name"],
-        nodes=node["nodes"],
-        processes=node["processes"],
-        device=node["device"],
-        backend=node.get("backend") or ("nccl" if node["device"] == "cuda" else "gloo"),
-        threads=node.get("threads") or threads,
-        timeout=node.get("timeout", 600.0),
-        interface=node.get("interface"),
-        hca=node.get("hca"),
-        links=links,
-        device_memory=node.get("device_memory"),
-        price_per_hour=node.get("price_per_hour"),
-        mtbf_hours=node.get("mtbf_hours"),
-        spot_market=_spot(node.get("spot_market") or {}),
-        min_processes=node.get("min_processes"),
-        spares=node.get("spares", 0),
-    )
-
-
-def _spot(node: Mapping[str, Any]) -> Spot | None:
-    if node.get("mtbf_hours") is not None:
-        return Spot(node["mtbf_hours"], node.get("price_per_hour"))
-    if node.get("price_per_hour") is not None:
-        raise ConfigError(
-            "cluster.spot_market.price_per_hour says nothing without cluster.spot_market.mtbf_hours. Set that, too."
-        )
-    return None
-
-
 def _check_groups(config: Mapping[str, Any], allowed: Allowed) -> None:
     """Check the groups of the configuration that the recipe refers to, under the names that a user types."""
     for group in ("optimizer", "schedule", "data"):
@@ -325,7 +292,7 @@ def logical_ranks_wanted(config: Mapping[str, Any]) -> int:
         ConfigError: the strategy cannot be built, or cannot run on this cluster.
     """
     strategy = build(config["strategy"], Strategy, allowed=_allowed(config), key="strategy")  # type: ignore[type-abstract]
-    return _wanted_ranks(config, strategy, _cluster(config["cluster"], threads=None))
+    return _wanted_ranks(config, strategy, cluster_of(config["cluster"], threads=None))
 
 
 def _wanted_ranks(config: Mapping[str, Any], strategy: Strategy, cluster: Cluster) -> int:

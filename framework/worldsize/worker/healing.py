@@ -21,8 +21,9 @@ from worldsize.engine.before_update import BeforeUpdate
 from worldsize.engine.fit import TrainingProgress
 from worldsize.records.run_directory import RunDirectory
 from worldsize.worker.carried import Carried
+from worldsize.worker.listeners import global_listeners
 from worldsize.worker.shard_recovery import ShardRecovery
-from worldsize.worker.training import Training, global_listeners
+from worldsize.worker.training import Training
 from worldsize.world.connections import Connections
 from worldsize.world.environments import Placement
 from worldsize.world.meetings import Meetings

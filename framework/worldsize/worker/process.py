@@ -30,8 +30,9 @@ from worldsize.worker.carried import Carried
 from worldsize.worker.context import context_of
 from worldsize.worker.evaluation import evaluate_alone
 from worldsize.worker.healing import HealingMember
+from worldsize.worker.listeners import listeners_of
 from worldsize.worker.probe import introduce, probe
-from worldsize.worker.training import Training, listeners_of
+from worldsize.worker.training import Training
 from worldsize.world.environments import Placement, placement
 from worldsize.world.membership import MembershipChannel
 from worldsize.world.preemption import Preemption

@@ -37,13 +37,10 @@ from worldsize.data.loader import micro_batches
 from worldsize.data.streams import TrainingStream
 from worldsize.engine.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.engine.training_metrics import by_logical_rank
-from worldsize.observe.events import EventLog
 from worldsize.observe.profile import traced
-from worldsize.observe.subprocess_listeners import SubprocessListeners
-from worldsize.observe.timing import Timing
-from worldsize.records.metrics import JsonLines, evaluations, last_step, metrics_digest
+from worldsize.records.metrics import evaluations, last_step, metrics_digest
 from worldsize.records.run_directory import RunDirectory, make_folder_of
-from worldsize.records.run_record import view, write_result
+from worldsize.records.run_record import write_result
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.carried import Carried
@@ -54,40 +51,9 @@ from worldsize.worker.save_interval import save_interval
 from worldsize.worker.slow_hosts import SlowHostWatch
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.preemption import PREEMPTED, Preemption
-from worldsize.world.roles import role_of
-from worldsize.world.world import gang_of, threads_per_process
+from worldsize.world.world import threads_per_process
 
 _StreamStates = Callable[[int], dict[str, Tensor]]  # given a step that has just been taken
-
-_ENDING = 2.0  # seconds that a process needs to end when it waits for nothing
-
-
-def listeners_of(settings: Settings, run: RunDirectory, global_rank: int, preemption: Preemption) -> list[Listener]:
-    """Create the listeners of a process: every training process writes its timing, the first logs global events.
-
-    If all processes serve, the run's first process leads and logs. In a gang that heals, its first member does, which
-    need not be the first process.
-    """
-    role, rank = role_of(global_rank, settings.roles)
-    own: list[Listener] = [] if settings.roles[role].serves else [Timing(run, rank=rank)]
-    if settings.heals or global_rank != (gang_of(settings.roles) or [0])[0]:
-        return own
-    return [*own, *global_listeners(settings, run, preemption)]
-
-
-def global_listeners(settings: Settings, run: RunDirectory, preemption: Preemption) -> list[Listener]:
-    """Create the listeners of the whole run."""
-    manifest = view(run.path).manifest  # the manifest's configuration has no secrets
-    facts = {"run_id": run.id, "folder": run.path, "config": manifest["config"], "manifest": manifest}
-    makers = {
-        name: partial(make, **facts, group=settings.run.group) for name, make in settings.observe.listeners.items()
-    }
-    loggers = SubprocessListeners(
-        makers,
-        grace=lambda: max(1.0, preemption.seconds_left(settings.launcher.save_grace) - _ENDING),
-        lock=run.listener_lock,
-    )
-    return [JsonLines(run.metrics), EventLog(run.events), loggers]
 
 
 @final

@@ -1,0 +1,46 @@
+"""Builds the typed cluster of a run from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from worldsize.core import Cluster, Link, Spot
+from worldsize.errors import ConfigError
+
+
+def cluster_of(node: Mapping[str, Any], threads: int | None) -> Cluster:
+    """Return the cluster that ``node`` describes; ``threads``: those of a process if it does not say.
+
+    Raises:
+        ConfigError: values that contradict each other.
+    """
+    links = {tier: Link(**link) for tier, link in (node.get("links") or {}).items()}
+    return Cluster(
+        name=node["name"],
+        nodes=node["nodes"],
+        processes=node["processes"],
+        device=node["device"],
+        backend=node.get("backend") or ("nccl" if node["device"] == "cuda" else "gloo"),
+        threads=node.get("threads") or threads,
+        timeout=node.get("timeout", 600.0),
+        interface=node.get("interface"),
+        hca=node.get("hca"),
+        links=links,
+        device_memory=node.get("device_memory"),
+        price_per_hour=node.get("price_per_hour"),
+        mtbf_hours=node.get("mtbf_hours"),
+        spot_market=_spot(node.get("spot_market") or {}),
+        min_processes=node.get("min_processes"),
+        spares=node.get("spares", 0),
+    )
+
+
+def _spot(node: Mapping[str, Any]) -> Spot | None:
+    if node.get("mtbf_hours") is not None:
+        return Spot(node["mtbf_hours"], node.get("price_per_hour"))
+    if node.get("price_per_hour") is not None:
+        raise ConfigError(
+            "cluster.spot_market.price_per_hour says nothing without cluster.spot_market.mtbf_hours. Set that, too."
+        )
+    return None
