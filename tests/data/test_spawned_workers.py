@@ -26,7 +26,6 @@ from worldsize.data.source import Source, Transformed
 from worldsize.data.sources.documents import DocumentWindows, PackedDocuments
 from worldsize.data.sources.tokens import TokenWindows
 from worldsize.data.storage.cache import Cache
-from worldsize.data.worker_loader import Request
 from worldsize.errors import ConfigError
 
 TOKENS: dict[str, Callable[..., Any]] = {
@@ -60,10 +59,10 @@ def _source(kind: str, tmp_path: Path) -> Any:
 def test_each_kind_of_data_can_be_sent_to_a_worker(kind: str, tmp_path: Path) -> None:
     source = _source(kind, tmp_path)
     fetcher = _Fetcher(source, ORDER, list)
-    expected = str(fetcher.__getitems__(Request(3, 1)))  # now everything is open
+    expected = str(fetcher.__getitems__((3, 1)))  # now everything is open
     sent = pickle.loads(pickle.dumps(fetcher))
     if kind not in ("images",):  # Pillow shows an image by its address
-        assert str(sent.__getitems__(Request(3, 1))) == expected
+        assert str(sent.__getitems__((3, 1))) == expected
 
 
 class Lengths(Source):
@@ -83,8 +82,8 @@ class Lengths(Source):
 
 def test_balanced_batches_can_be_sent_to_a_worker() -> None:
     fetcher = _Fetcher(Lengths(), Order(0, 4, 2, (0, 1), balanced=True), list)
-    expected = fetcher.__getitems__(Request(3, 1))
-    assert pickle.loads(pickle.dumps(fetcher)).__getitems__(Request(3, 1)) == expected
+    expected = fetcher.__getitems__((3, 1))
+    assert pickle.loads(pickle.dumps(fetcher)).__getitems__((3, 1)) == expected
 
 
 _RUN = """

@@ -100,5 +100,5 @@ def drawn(
     dataset: Any, order: Order, device: torch.device, step: int, logical_rank: int, collate: Collate = default_collate
 ) -> MicroBatch:
     """Load one micro-batch of any step, from a data set with an index."""
-    batch = _Fetcher(dataset, order, collate).__getitems__(Request(step, logical_rank))
+    batch = _Fetcher(dataset, order, collate).__getitems__((step, logical_rank))
     return MicroBatch(to_device(batch, device), order.step_seed(step, logical_rank), step)

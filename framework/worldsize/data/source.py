@@ -108,7 +108,7 @@ class FileSource(Source):
         return with_stand_ins(self, [index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return with_stand_ins(self, indices)
+        return self.read_each(indices) if self.on_error == "stop" else with_stand_ins(self, indices)
 
     def read_each(self, indices: Sequence[int]) -> list[Any]:
         return [self._sample_or_error(index) for index in indices]

@@ -13,7 +13,9 @@ from worldsize.errors import missing_extra
 
 Array = NDArray[Any]
 Table = Any  # pyarrow's Table or RecordBatch
-_FEW = 16  # rows that are sliced one by one, in less time than it takes to gather them
+FEW = 16
+"""So many rows of one part are taken one by one, in less time than it takes to gather them."""
+
 _KEPT = 1024  # parts that a process keeps at most, even if they take no memory
 
 
@@ -33,21 +35,19 @@ class TablePart:
     """A part of a table in memory, or mapped into it."""
 
     def __init__(self, table: Table) -> None:
-        self._table, self._names, self._columns = table, table.schema.names, table.columns
+        self._table, self._columns = table, list(zip(table.schema.names, table.columns, strict=True))
         self.row_bytes = table.nbytes // max(table.num_rows, 1)
 
-    def row(self, number: int, form: str) -> dict[str, Any]:
-        """Return one row as a dict, in the form that :class:`TableSource` describes."""
-        if form == "python":  # in less time than a slice takes
-            return dict(zip(self._names, [column[number].as_py() for column in self._columns], strict=True))
-        return rows_of([self._table.slice(number, 1)], form)[0]
+    def row(self, number: int) -> dict[str, Any]:
+        """Return one row as a dict of Python's own objects, in less time than a slice takes."""
+        return {name: column[number].as_py() for name, column in self._columns}
 
     def pieces(self, numbers: list[int]) -> list[Table]:
         """Return the rows of these numbers as tables, which are views of this one unless the rows are many."""
         first, count = numbers[0], len(numbers)
         if count == 1 or numbers == list(range(first, first + count)):
             return [self._table.slice(first, count)]
-        if count < _FEW:
+        if count < FEW:
             return [self._table.slice(number, 1) for number in numbers]
         return [self._table.take(arrow().array(numbers, type=arrow().int64()))]
 
@@ -91,16 +91,12 @@ class TableReader:
         self._kept: OrderedDict[int, tuple[TablePart, float]] = OrderedDict()
         self._bytes = 0.0
 
-    def parts_of(self, indices: Sequence[int]) -> Array:
-        """Return the part in which each sample is, int64 [indices]."""
+    def places(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the part in which each sample is, and its row in that part."""
         wanted = numpy.array(indices, dtype=numpy.uint64)  # a signed number would be compared as a float
-        return numpy.searchsorted(self._stops, wanted, side="right")
-
-    def rows_in(self, parts: Array, indices: Sequence[int]) -> list[int]:
-        """Return the row of each sample in its part, given the part in which each is."""
-        firsts = numpy.where(parts > 0, self._stops[parts - 1], 0)
-        rows: list[int] = (numpy.array(indices, dtype=numpy.uint64) - firsts.astype(numpy.uint64)).tolist()
-        return rows
+        parts = numpy.searchsorted(self._stops, wanted, side="right")
+        firsts = numpy.where(parts > 0, self._stops[parts - 1], 0).astype(numpy.uint64)
+        return parts.tolist(), (wanted - firsts).tolist()
 
     def first_of(self, part: int) -> int:
         """Return the number of a part's first sample."""

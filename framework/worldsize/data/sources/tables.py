@@ -15,7 +15,7 @@ import numpy
 
 from worldsize.core import OneOf, Range
 from worldsize.data.sources.indexed import Array, IndexedSource
-from worldsize.data.sources.table_parts import Table, TableReader, rows_of
+from worldsize.data.sources.table_parts import FEW, Table, TableReader, rows_of
 from worldsize.data.storage.byte_files import ByteFile, SampleError
 from worldsize.data.storage.index import Scan
 from worldsize.errors import ConfigError, neighbours
@@ -91,46 +91,44 @@ class TableSource(IndexedSource):
         return int(self.index["stop"][-1])
 
     def sample(self, index: int) -> dict[str, Any]:
-        part = int(self._reader.parts_of([index])[0])
-        table = self._reader.part(part)
-        self.touch(self.file_of(part), table.row_bytes)
-        return self.finished([table.row(index - self._reader.first_of(part), self.format)], [part])[0]
+        parts, numbers = self._reader.places([index])
+        return self.finished(self._rows(parts, numbers), parts)[0]
 
     def read_each(self, indices: Sequence[int]) -> list[Any]:
         """Read several samples, in their order; what lies in one part is taken from it at once."""
         if not indices or min(indices) < 0 or max(indices) >= len(self):
             return super().read_each(indices)
-        parts = self._reader.parts_of(indices)
-        places: dict[int, list[int]] = {}
-        for place, part in enumerate(parts.tolist()):
-            places.setdefault(part, []).append(place)
+        parts, numbers = self._reader.places(indices)
         try:
-            rows = self._rows(self._reader.rows_in(parts, indices), places)
-            samples: list[Any] = [None] * len(indices)
-            for place, row in zip(chain.from_iterable(places.values()), rows, strict=True):
-                samples[place] = row
-            return self.finished(samples, parts.tolist())
+            return self.finished(self._rows(parts, numbers), parts)
         except SampleError:  # of one of them: each is read by itself, as on_error says
             return super().read_each(indices)
 
-    def _rows(self, numbers: Sequence[int], places: Mapping[int, Sequence[int]]) -> list[dict[str, Any]]:
-        """Return samples part by part.
-
-        Args:
-            numbers: the row of each sample in its part.
-            places: the parts, and which of the samples are in each.
-        """
-        pieces, sizes = [], Counter[int]()
-        for (part, here), file in zip(places.items(), self.index["file"][[*places]].tolist(), strict=True):
-            table = self._reader.part(part)
-            pieces += table.pieces([numbers[place] for place in here])
-            sizes[file] += table.row_bytes * len(here)
+    def _rows(self, parts: Sequence[int], numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Return samples in their order, given the part in which each is and its row there."""
+        counts, sizes = Counter(parts), Counter[int]()
+        tables = {part: self._reader.part(part) for part in counts}
+        for part, file in zip(counts, self.index["file"][[*counts]].tolist(), strict=True):
+            sizes[file] += counts[part] * tables[part].row_bytes
         for file, size in sizes.items():
             self.touch(self.files[file], size)
-        return rows_of(pieces, self.format)
+        if self.format == "python" and len(parts) < FEW * len(counts):
+            return [tables[part].row(number) for part, number in zip(parts, numbers, strict=True)]
+        places: dict[int, list[int]] = {part: [] for part in counts}
+        for place, part in enumerate(parts):
+            places[part].append(place)
+        pieces = [
+            piece
+            for part, table in tables.items()
+            for piece in table.pieces([numbers[place] for place in places[part]])
+        ]
+        in_order: list[Any] = [None] * len(parts)
+        for place, row in zip(chain.from_iterable(places.values()), rows_of(pieces, self.format), strict=True):
+            in_order[place] = row
+        return in_order
 
     def bad_with(self, index: int) -> range:
-        part = int(self._reader.parts_of([index])[0])
+        (part,), _ = self._reader.places([index])
         return range(self._reader.first_of(part), int(self.index["stop"][part]))
 
     @cached_property
