@@ -51,12 +51,17 @@ def test_a_kill_during_an_evaluation_and_another_in_a_save_cost_neither(
     assert actual["step"] == 24
 
 
-def test_those_that_are_started_again_get_their_shards_from_their_peers(train: Any, undisturbed: Any) -> None:
-    """Four processes again, of which each has another place than before."""
-    options = ("launcher.max_restarts=2", *NO_FILE, "steps=40")
-    run = train(*OPTIONS, *FOUR, *HYBRID, *options, faults(kill(1, 7), kill(0, 25), SLOW))
-    assert result_of(run) == undisturbed("clip_norm=0.5", "steps=40")
-    assert [0, 2, 3, 1] in memberships(run.folder)
+@pytest.mark.parametrize("options", [(*FSDP, "cluster.spares=1"), HYBRID], ids=["a spare", "started again"])
+def test_those_that_join_get_their_shards_from_their_peers(
+    train: Any, undisturbed: Any, options: tuple[str, ...]
+) -> None:
+    """Four processes again, of which some have another place than before, and save what they have there."""
+    more = ("launcher.max_restarts=2", "checkpoint.every=4", "steps=36")
+    run = train(*OPTIONS, *FOUR, *options, *more, faults(kill(1, 8), kill(0, 24), SLOW))
+    assert run.code == 0, run.error
+    actual = equal_parts(run.folder)
+    assert {key: actual[key] for key in EQUAL} == undisturbed("clip_norm=0.5", "steps=36")
+    assert actual["step"] == 36
     assert len(memberships(run.folder)[-1]) == 4
 
 
