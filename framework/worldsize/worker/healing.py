@@ -129,6 +129,8 @@ class HealingMember:
 
     def _joined(self, world: World, membership: Membership, connections: Connections) -> tuple[Settings, World]:
         """Join the groups of a membership; return its settings and the place of this process in it."""
+        if self._shards:
+            self._shards.leave()
         unfinished = INTERRUPTION.unfinished()
         self._kept = [(works, groups) for works, groups in self._kept if not all(map(Work.is_completed, works))]
         if unfinished:  # whoever destroys their groups would wait for them
