@@ -88,6 +88,7 @@ def test_connections_that_are_made_later_are_cut_too() -> None:
         with connections:
             later = dist.new_group([0, 1])
         assert isinstance(later, dist.ProcessGroup)
+        dist.barrier(group=world.group)  # both have connected
         if world.rank == 0:
             connections.cut()
             with pytest.raises(RuntimeError) as error:
