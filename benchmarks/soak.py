@@ -8,6 +8,7 @@ uv run python benchmarks/soak.py cost 5          # what being able to go on cost
 uv run python benchmarks/soak.py intervals 3     # checkpoint.every=auto beside fixed intervals, under the same kills
 uv run python benchmarks/soak.py simulated 5     # the same on a simulated clock, at three rates of failures
 uv run python benchmarks/soak.py heal 20 zero    # the same with another strategy; so do restart and cost
+uv run python benchmarks/soak.py heal 20 fsdp strategy.shard=2  # and further options
 uv run python benchmarks/soak.py terminate 20    # SIGTERM of a random rank; the run saves, exits with 75 and is resumed
 """
 
@@ -254,5 +255,5 @@ if __name__ == "__main__":
         "simulated": simulated,
         "terminate": terminate,
     }
-    STRATEGY.extend(f"strategy={name}" for name in sys.argv[3:])
+    STRATEGY.extend(word if "=" in word else f"strategy={word}" for word in sys.argv[3:])
     modes[sys.argv[1]](int(sys.argv[2]), random.Random(0))

@@ -137,7 +137,9 @@ def test_peers_are_on_other_hosts_if_there_are_several() -> None:
     layout = Layout(held)
     assert [layout.peer(rank) for rank in range(4)] == [2, 3, 0, 1]
     assert [layout.peer_before(layout.peer(rank)) for rank in range(4)] == [0, 1, 2, 3]
-    common = Layout([Held([Piece("bias", ((0, 4),))], {"bias": torch.float32}, host) for host in "aabb"])
+    common = Layout([Held([Piece("bias", ((0, 4096),))], {"bias": torch.float32}, host) for host in "aabb"])
     keepers = [rank for rank in range(4) if common.kept(rank)]
     assert len(keepers) == 2
     assert {"aabb"[rank] for rank in keepers} == {"a", "b"}
+    count = Layout([Held([Piece("step", ((0, 1),))], {"step": torch.float32}, host) for host in "aabb"])
+    assert all(count.kept(rank) for rank in range(4))

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from worldsize.collectives.gather_full import gather_full, use_full
 from worldsize.core import World
@@ -64,13 +65,13 @@ def test_no_tensor_is_kept_while_the_next_one_is_gathered() -> None:
 def test_a_rank_that_asks_for_few_gathers_few_and_a_failure_lets_the_others_go_on() -> None:
     def body(world: World) -> Any:
         parts, gathered = spread(world), list[torch.Size]()
-        original = DTensor.redistribute
+        original = dist.all_gather_into_tensor
 
-        def counted(tensor: DTensor, *arguments: Any, **options: Any) -> DTensor:
-            gathered.append(tensor.shape)
-            return original(tensor, *arguments, **options)
+        def counted(full: Tensor, *arguments: Any, **options: Any) -> Any:
+            gathered.append(full.shape)
+            return original(full, *arguments, **options)
 
-        DTensor.redistribute = counted  # type: ignore[assignment, method-assign]
+        dist.all_gather_into_tensor = counted  # type: ignore[assignment]
 
         def use(full: Mapping[str, Tensor]) -> None:
             assert torch.equal(full["rows"], whole()["rows"])

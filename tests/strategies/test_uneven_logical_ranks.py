@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from worldsize.collectives.gather_full import whole
 from worldsize.collectives.interruption import INTERRUPTION
-from worldsize.core import MicroBatch, Reduction, StepResult, World
+from worldsize.core import MicroBatch, Reduction, RunContext, StepResult, World
 from worldsize.engine.training_metrics import TrainingMetrics, by_logical_rank
 from worldsize.engine.window import Window
 from worldsize.strategies.ddp import replicated
+from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.loss_weights import weight_factor
 from worldsize.strategies.reducers import interruptible_reducer
+from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 
 TOTAL = 5
@@ -62,6 +68,77 @@ def plain() -> tuple[list[Tensor], list[Tensor]]:
         for buffer, value in zip(own.buffers(), first, strict=True):
             buffer.data.copy_(value)
     return [total / TOTAL for total in sums], [total / TOTAL for total in changed]
+
+
+@dataclass(frozen=True)
+class Uneven(Chain):
+    """Trains :func:`model`; ``passes`` counts the losses that this process computes."""
+
+    passes: list[int] = field(default_factory=list)
+
+    def model(self) -> nn.Module:
+        return model()
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return [module for module in model.children() if isinstance(module, nn.Linear)]
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        self.passes.append(len(batch))
+        loss: Tensor = model(batch).square().mean()
+        return loss
+
+
+def sharded_gradients(world: World, strategy: FSDP) -> tuple[list[Tensor], list[Tensor], Tensor, int]:
+    """Return what :func:`gradients` does for a sharded model, the gradient's norm, and the number of passes."""
+    recipe = Uneven()
+    replica = strategy.replica(recipe, RunContext(world, logical_ranks=TOTAL))
+    assert isinstance(replica, SynchronousReplica)
+    losses = replica.reducer.run(batches(range(world.rank, TOTAL, world.size)), replica._backward)
+    assert len(losses) == len(range(world.rank, TOTAL, world.size))
+    parameters = list(replica.model.parameters())
+    grads = [whole(parameter.grad).clone() for parameter in parameters if isinstance(parameter.grad, DTensor)]
+    norm = replica.reducer.clip(parameters, 1e9)
+    return grads, [buffer.clone() for buffer in replica.model.buffers()], norm.clone(), len(recipe.passes)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, {"accumulate": "whole"}),
+        (3, {"accumulate": "sharded"}),
+        (4, {"accumulate": "whole", "shard": 2}),
+        (4, {"accumulate": "sharded", "shard": 2}),
+        (2, {"reduce": "ordered"}),
+        (3, {"reduce": "ordered"}),
+        (4, {"reduce": "ordered", "shard": 2}),
+    ],
+)
+def test_the_mean_gradient_of_shards_is_that_of_one_process(size: int, options: dict[str, Any]) -> None:
+    """Every process computes as many passes as the one with most logical ranks, since each pass gathers parameters."""
+    expected, buffers = plain()
+    strategy = FSDP(on_failure="heal", **options)
+    for grads, changed, norm, passes in run_in_worlds(lambda world: sharded_gradients(world, strategy), size):
+        torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close([each.double() for each in changed], buffers, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(norm, torch.cat([each.flatten() for each in expected]).norm(), rtol=1e-5, atol=1e-7)
+        assert passes == -(-TOTAL // size)
+
+
+def test_uneven_shards_have_the_bits_of_any_other_strategy_in_the_fixed_tree() -> None:
+    whole_model = run_in_worlds(lambda world: gradients(world, "ordered"), 2)[0]
+    strategy = FSDP(on_failure="heal", reduce="ordered")
+    for grads, buffers, _, _ in run_in_worlds(lambda world: sharded_gradients(world, strategy), 3):
+        assert all(map(torch.equal, [*grads, *buffers], [*whole_model[0], *whole_model[1]]))
+
+
+@pytest.mark.parametrize(
+    ("processes", "shard", "shards"),
+    [(4, "all", 4), (3, "all", 3), (4, 2, 2), (3, 2, 3), (6, 4, 6), (9, 2, 3), (2, 4, 2), (1, 2, 1)],
+)
+def test_those_that_go_on_make_copies_of_at_least_as_many_shards_as_planned(
+    processes: int, shard: Any, shards: int
+) -> None:
+    assert FSDP(shard=shard, on_failure="heal")._shard_size(processes, processes) == shards
 
 
 @pytest.mark.parametrize("reduce", ["flat", "ordered"])

@@ -17,6 +17,7 @@ from worldsize.checkpoints.validation import Box
 from worldsize.collectives.per_rank import local
 
 _ALIGNED = 64  # bytes: each part in a buffer begins at a multiple
+_SMALL = 4096  # bytes of a part that is kept by all who hold it, such as an optimizer's count of steps
 
 
 @final
@@ -78,7 +79,7 @@ class Layout:
     """Says who of a group holds which parts of the state, and who keeps them; all ranks make the same one.
 
     Two ranks keep each part, if possible on two hosts. If several ranks hold it, two of them do, in turns, and nothing
-    is sent. The only rank that holds a part keeps it, and sends a copy to its peer.
+    is sent; what is small all of them keep. The only rank that holds a part keeps it, and sends a copy to its peer.
     """
 
     def __init__(self, held: Sequence[Held]) -> None:
@@ -97,7 +98,7 @@ class Layout:
             if len(ranks) == 1:
                 self._sole[ranks[0]].append(piece)
         for place, piece in enumerate(shared):
-            for rank in self._keepers(holders[piece], place):
+            for rank in self._keepers(piece, holders[piece], place):
                 self._kept[rank].append(piece)
         self._distance = self._best_distance()
 
@@ -106,7 +107,7 @@ class Layout:
         return self._sole[rank]
 
     def kept(self, rank: int) -> list[Piece]:
-        """Return the parts that this rank keeps, and another rank, which holds them, too."""
+        """Return the parts that this rank keeps, and other ranks, which hold them, too."""
         return self._kept[rank]
 
     def peer(self, rank: int) -> int:
@@ -137,7 +138,9 @@ class Layout:
             for piece, offset in zip(pieces, offsets, strict=True)
         }
 
-    def _keepers(self, ranks: Sequence[int], place: int) -> tuple[int, int]:
+    def _keepers(self, piece: Piece, ranks: Sequence[int], place: int) -> Sequence[int]:
+        if self.bytes(piece) <= _SMALL:
+            return ranks
         first = place % len(ranks)
         others = [*ranks[first + 1 :], *ranks[:first]]
         elsewhere = [rank for rank in others if self._hosts[rank] != self._hosts[ranks[first]]]

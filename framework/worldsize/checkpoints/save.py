@@ -121,7 +121,8 @@ class Saver:
         """
         other = copy(self)
         other._world, other._group, other._pending, other._names = world, group, None, set()
-        other._buffers = {} if self.is_writing else self._buffers
+        unsharded = {name: buffer for name, buffer in self._buffers.items() if not isinstance(buffer, DTensor)}
+        other._buffers = {} if self.is_writing else unsharded  # shards belong to a place among the ranks before
         return other
 
     def close(self) -> None:

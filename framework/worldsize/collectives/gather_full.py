@@ -8,8 +8,9 @@ from typing import TypeVar, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from worldsize.collectives.step_timer import wait
 from worldsize.core import World
 
 Result = TypeVar("Result")
@@ -87,7 +88,7 @@ def _sources(tensors: Sequence[Tensor], world: World) -> list[int]:
 
 def _full(tensor: Tensor, source: int, world: World) -> Tensor:
     if isinstance(tensor, DTensor):
-        tensor = _gathered(tensor)
+        tensor = whole(tensor)
     if source == 0 or world.group is None:
         return tensor
     if world.rank == source:
@@ -98,10 +99,23 @@ def _full(tensor: Tensor, source: int, world: World) -> Tensor:
     return tensor
 
 
-def _gathered(tensor: DTensor) -> Tensor:
-    """Gather along one mesh axis at a time: torch warns if it has to choose the order of several."""
+def whole(tensor: DTensor) -> Tensor:
+    """Gather a tensor of any shape in full on all ranks of its mesh."""
+    if tensor.placements == (Shard(0),):
+        return _concatenated(tensor)
     placements = list(tensor.placements)
-    for axis in range(len(placements)):
+    for axis in range(len(placements)):  # one at a time: torch warns if it has to choose the order of several
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()
+
+
+def _concatenated(tensor: DTensor) -> Tensor:
+    """Gather rows, with a wait that ends when the gang does; that of a DTensor itself does not."""
+    group, own = tensor.device_mesh.get_group(), tensor.to_local()
+    rows = -(-len(tensor) // group.size())
+    padded = own.new_zeros(rows, *tensor.shape[1:])
+    padded[: len(own)] = own
+    full = own.new_empty(group.size() * rows, *tensor.shape[1:])
+    wait(dist.all_gather_into_tensor(full, padded, group=group, async_op=True))
+    return full[: len(tensor)]

@@ -1,7 +1,8 @@
 """Times the waits of a model that ``fully_shard`` has sharded, by wrapping its collectives.
 
-On the CPU these collectives block, so that the call is the wait. On CUDA they run on their own streams and return at
-once. Waits between streams are visible to no hook of PyTorch and count as the phase in which they happen.
+On the CPU these collectives block, so that the call is the wait, which ends when the gang does. On CUDA they run on
+their own streams and return at once. Waits between streams are visible to no hook of PyTorch and count as the phase in
+which they happen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from worldsize.collectives.step_timer import mark, phase
+from worldsize.collectives.step_timer import mark, wait
 
 _Size = Sequence[int | torch.SymInt]
 
@@ -44,8 +45,10 @@ class _TimedAllGather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> Work | None:
-        with phase("communication"):
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
+        if not async_op:
+            wait(work)
+        return work if async_op else None
 
 
 @final
@@ -61,5 +64,7 @@ class _TimedReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Work | None:
-        with phase("communication"):
-            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
+        if not async_op:
+            wait(work)
+        return work if async_op else None

@@ -149,6 +149,9 @@ class RunContext:
     before_update: Callable[[Sequence[Tensor], Mapping[str, Tensor]], None] = field(default_factory=lambda: _ignore)
     """Called by replicas that go on without dead peers: in each step, before its update, with the losses and metrics
     of the step's StepResult. It may communicate with all workers, and raise if one of them is gone."""
+    making_groups: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Entered by replicas that go on without dead peers, around the making of process groups of their own: the
+    connections of these groups are cut as soon as a peer is lost."""
 
     def meeting_place(self, *, needs: str) -> Rendezvous:
         """Return where this process connects to the processes that serve.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,11 +30,12 @@ from worldsize.core import (
     World,
 )
 from worldsize.strategies.alone import alone
+from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.fsdp_cost import FSDPSharding, fsdp_cost
 from worldsize.strategies.hook_trial import refuse_mixing_hooks
 from worldsize.strategies.multi_train_state import MultiTrainState
-from worldsize.strategies.multi_update import MultiUpdateReplica
+from worldsize.strategies.multi_update import MultiUpdateReplica, refuse_healing_updates
 from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.step_hooks import recipe_hooks
 from worldsize.strategies.synchronous import SynchronousReplica
@@ -57,11 +59,14 @@ class FSDP(Strategy):
     ``numerics.precision`` is autocast, as everywhere.) ``accumulate``: between the micro-batches of a step, gradients
     are kept "whole" and reduced once, or "sharded" and reduced each time; "auto": sharded if they would take more than
     1 GiB. ``reduce="ordered"`` gives the bits of every other strategy at every world size, with either choice.
+    ``on_failure="heal"``: the others go on without a dead process, from copies of its shards in the memory of peers; if
+    their number is no multiple of ``shard``, they make copies of the next larger number of shards that divides it.
     """
 
     averages_weights = True
     trains_multi_update = True
     compiles = True
+    shards_state = True
 
     shard: Literal["all", "node"] | Annotated[int, Range(least=1)] = "all"
     wrap: Wrap = "auto"
@@ -72,11 +77,18 @@ class FSDP(Strategy):
     accumulate: Literal["auto", "whole", "sharded"] = "auto"
     activation_checkpointing: bool = False
     cpu_offload: bool = False
+    on_failure: OnFailure = "restart"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.shard in ("all", "node") or isinstance(self.shard, int)):
             raise ConfigError(f"strategy.shard={self.shard!r} is unknown. Known: all, node, or a number of ranks.")
+        if self.on_failure == "heal" and self.accumulate == "sharded" and self.reduce == "ordered":
+            raise ConfigError(
+                "strategy.on_failure=heal: strategy.accumulate=sharded cannot have the same bits on any number of "
+                "processes, which reproducibility=elastic promises. Set strategy.accumulate=whole, or "
+                "strategy.on_failure=restart."
+            )
 
     def check_recipe(self, recipe: Recipe) -> None:
         if isinstance(recipe, MultiUpdateRecipe) and self.param_dtype is not None:
@@ -84,6 +96,8 @@ class FSDP(Strategy):
                 f"strategy.param_dtype={self.param_dtype}: {type(recipe).__name__} calls parts of its model by itself, "
                 "whose inputs no hook converts. Set strategy.param_dtype=null, and precision=bf16 if it is to be fast."
             )
+        if self.on_failure == "heal":
+            refuse_healing_updates(recipe)
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_sparse_gradients(model)
@@ -105,10 +119,14 @@ class FSDP(Strategy):
             )
         if self.cpu_offload and cluster.device == "cpu":
             raise ConfigError("strategy.cpu_offload=true moves shards from GPUs to the host; cluster.device is cpu.")
-        return {"worker": Role(processes=cluster.processes)}
+        return worker_roles(cluster, self.on_failure)
 
     def _shard_size(self, processes: int, per_node: int) -> int:
-        return {"all": processes, "node": per_node}.get(self.shard, self.shard)  # type: ignore[arg-type]
+        """Return the number of shards of a copy; processes that go on without others may not divide as planned."""
+        planned: int = {"all": processes, "node": per_node}.get(self.shard, self.shard)  # type: ignore[arg-type]
+        if self.on_failure == "heal":
+            return next((size for size in range(planned, processes) if processes % size == 0), processes)
+        return planned
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         sharding = FSDPSharding(
@@ -129,7 +147,7 @@ class FSDP(Strategy):
 
     def _may_sum_shards(self, processes: int) -> bool:
         """Return whether shards can be added up after each micro-batch; the fixed tree needs 2^k processes for it."""
-        return self.reduce != "ordered" or processes.bit_count() == 1
+        return self.reduce != "ordered" or (processes.bit_count() == 1 and self.on_failure != "heal")
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
@@ -137,7 +155,8 @@ class FSDP(Strategy):
             return alone(recipe, self._checkpointed(recipe, recipe.model()).to(world.device), context, self.reduce)
         deferred = DeferredModel.build(recipe.model, warns=world.rank == 0)  # no process holds the whole model
         model = self._checkpointed(recipe, deferred.model)
-        mesh, is_multi = self._mesh(world), isinstance(recipe, MultiUpdateRecipe)
+        with context.making_groups():
+            mesh, is_multi = self._mesh(world), isinstance(recipe, MultiUpdateRecipe)
         root = CallingRoot(model) if is_multi else model
         self._shard(recipe, model, mesh, root)
         deferred.fill(world.device, shards=torch.device("cpu") if self.cpu_offload else None)
@@ -149,8 +168,10 @@ class FSDP(Strategy):
             sums = sharded_reducer(self.reduce, root, world, copies, averages_buffers=False, accumulates_shards=shards)
             states = MultiTrainState.of(recipe, model)
             return MultiUpdateReplica(recipe, context, train_state=states, reducer=sums, root=root)
-        sums = sharded_reducer(self.reduce, model, world, copies, accumulates_shards=shards)
-        return SynchronousReplica(recipe, context, train_state=TrainState.of(recipe, model), reducer=sums)
+        ranks = context.logical_ranks if self.on_failure == "heal" else None  # else all have equally many
+        sums = sharded_reducer(self.reduce, model, world, copies, accumulates_shards=shards, logical_ranks=ranks)
+        state = TrainState.of(recipe, model)
+        return SynchronousReplica(recipe, context, train_state=state, reducer=sums, logical_ranks=ranks)
 
     def _checkpointed(self, recipe: Recipe, model: nn.Module) -> nn.Module:
         """Apply activation checkpointing to the blocks of ``model``, if configured."""
@@ -162,13 +183,16 @@ class FSDP(Strategy):
     def _mesh(self, world: World) -> DeviceMesh:
         """Return the mesh (copies, shards of a copy); the ranks of a copy are consecutive."""
         node = world.groups.get("node")
-        size = self._shard_size(world.size, node.size() if node else world.size)
+        per_node = node.size() if node else world.size
+        if self.shard == "node" and self.on_failure == "heal":
+            per_node = _most_on_a_node(world)
+        size = self._shard_size(world.size, per_node)
         shape = (world.size // size, size)
         return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def _shard(self, recipe: Recipe, model: nn.Module, mesh: DeviceMesh, root: nn.Module) -> None:
-        # ordered sums are over all copies at once, see strategies/sharded_reducer.py
-        plain = mesh.size(0) == 1 or self.reduce == "ordered"
+        # other sums over copies are those of strategies/sharded_reducer.py
+        plain = mesh.size(0) == 1 or self.reduce == "ordered" or self.on_failure == "heal"
         policy = MixedPrecisionPolicy(_DTYPES.get(self.param_dtype or ""), _DTYPES.get(self.reduce_dtype or ""))
         offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
         for module in (*units(recipe, model, self.wrap, self.wrap_parameters), root):
@@ -179,6 +203,14 @@ class FSDP(Strategy):
                 mp_policy=policy,
                 offload_policy=offload,
             )
+
+
+def _most_on_a_node(world: World) -> int:
+    """Return the number of ranks on the node that has most of them; all ranks must call it."""
+    nodes = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    nodes[world.rank] = world.node_rank
+    dist.all_reduce(nodes, group=world.group)
+    return int(nodes.bincount().max())
 
 
 def _share_of_fp32(dtype: Precision | None) -> float:

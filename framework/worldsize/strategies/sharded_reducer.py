@@ -1,8 +1,13 @@
-"""Mean gradients of a model sharded by ``fully_shard``: each rank ends with its own shards."""
+"""Mean gradients of a model sharded by ``fully_shard``: each rank ends with its own shards.
+
+Every pass gathers parameters from all ranks, so that all need equally many in a step. A rank with fewer logical ranks
+than others first computes one of its own for nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -13,8 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from worldsize.collectives.ordered import Counter, sum_level, summation_tree
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.gather_full import whole
+from worldsize.collectives.ordered import Counter, Tree, sum_level, summation_tree
+from worldsize.collectives.step_timer import phase, wait
 from worldsize.collectives.timed_sharding import time_sharding
 from worldsize.core import ConfigError, Dealing, MicroBatch, Reduction, World
 from worldsize.strategies.buffer_mean import BufferMean
@@ -31,26 +37,42 @@ def sharded_reducer(
     *,
     averages_buffers: bool = True,
     accumulates_shards: bool = False,
+    logical_ranks: int | None = None,
 ) -> GradientReducer:
     """Make the reducer of ``model``, sharded if it is an FSDPModule.
 
     Args:
         reduce: Order of sums.
-        model: The model.
+        model: The model; FSDP knows of its copies only if sums are not ordered and ``logical_ranks`` is None.
         world: The ranks that train it.
         copies: The ranks with the same shards; None: there is one copy.
         averages_buffers: Whether the reducer averages buffers that forward passes change, such as BatchNorm's.
         accumulates_shards: Whether gradients are reduced after each micro-batch. The number of ranks must then be a
             power of two for the fixed tree, and each has consecutive logical ranks.
+        logical_ranks: Those of all processes, which may have different numbers of them; None: all have equally many.
     """
     if not isinstance(model, FSDPModule):
         return gradient_reducer(reduce, model, None)
-    time_sharding(model, world.device, copies=copies is not None and reduce != "ordered")
+    sums_copies = copies is not None and reduce != "ordered"
+    time_sharding(model, world.device, copies=sums_copies and logical_ranks is None)
     dealing: Dealing = "block" if reduce == "ordered" and accumulates_shards else "cyclic"
-    buffers = BufferMean(model if averages_buffers else nn.Module(), world.group, dealing)
+    own = model if averages_buffers else nn.Module()
+    buffers = BufferMean(own, world.group, dealing, logical_ranks=logical_ranks)
     if reduce == "ordered":
-        return OrderedShardReducer(model, world, copies, buffers, dealing)
-    return ReduceScatterReducer(model, buffers, accumulates_shards=accumulates_shards)
+        return OrderedShardReducer(model, world, copies, buffers, dealing, logical_ranks)
+    if copies is not None and logical_ranks is not None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(partial(_average, copies))
+    return ReduceScatterReducer(
+        model, world, buffers, accumulates_shards=accumulates_shards, logical_ranks=logical_ranks
+    )
+
+
+def _average(copies: ProcessGroup, shard: Tensor) -> None:
+    """Replace a shard, a tensor (s,), by its mean over copies, with a wait that ends when the gang does."""
+    shard.div_(copies.size())
+    wait(dist.all_reduce(shard, group=copies, async_op=True))
 
 
 @final
@@ -58,24 +80,41 @@ class ReduceScatterReducer(GradientReducer):
     """Torch's reduce-scatter, once per step: gradients of earlier micro-batches are kept unsharded until then.
 
     With ``accumulates_shards`` it runs after each micro-batch, and shards are added up; copies are summed once per
-    step.
+    step, unless ranks may have different numbers of ``logical_ranks``.
     """
 
-    def __init__(self, model: FSDPModule, buffers: BufferMean, *, accumulates_shards: bool = False) -> None:
+    def __init__(
+        self,
+        model: FSDPModule,
+        world: World,
+        buffers: BufferMean,
+        *,
+        accumulates_shards: bool = False,
+        logical_ranks: int | None = None,
+    ) -> None:
         assert isinstance(model, nn.Module)
         self._model, self._buffers, self._accumulates_shards = model, buffers, accumulates_shards
+        self._size, self._logical_ranks = world.size, logical_ranks
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         losses = []
+        logical_ranks = self._logical_ranks or len(batches) * self._size
         with self._buffers.step(len(batches)) as buffers:
+            if _is_one_short(batches, logical_ranks, self._size):
+                self._synchronize(last=False)
+                backward(batches[0], 0.0)
+                buffers.restore()
             for place, batch in enumerate(batches):
-                last = place == len(batches) - 1
-                self._model.set_requires_gradient_sync(last or self._accumulates_shards)
-                self._model.set_requires_all_reduce(last)
-                self._model.set_is_last_backward(last)
-                losses.append(backward(batch, 1 / len(batches)))
+                self._synchronize(last=place == len(batches) - 1)
+                losses.append(backward(batch, self._size / logical_ranks))
                 buffers.add(place)
         return losses
+
+    def _synchronize(self, *, last: bool) -> None:
+        """Set what the next pass sums over ranks; ``last``: no other follows in the step."""
+        self._model.set_requires_gradient_sync(last or self._accumulates_shards)
+        self._model.set_requires_all_reduce(last)
+        self._model.set_is_last_backward(last)
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
@@ -94,11 +133,18 @@ class OrderedShardReducer(GradientReducer):
     """
 
     def __init__(
-        self, model: FSDPModule, world: World, copies: ProcessGroup | None, buffers: BufferMean, dealing: Dealing
+        self,
+        model: FSDPModule,
+        world: World,
+        copies: ProcessGroup | None,
+        buffers: BufferMean,
+        dealing: Dealing,
+        logical_ranks: int | None = None,
     ) -> None:
         assert isinstance(model, nn.Module)
         assert world.group is not None
-        self._model, self._size, self._buffers, self.dealing = model, world.size, buffers, dealing
+        self._model, self._world, self._buffers, self.dealing = model, world, buffers, dealing
+        self._logical_ranks = logical_ranks
         units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         self._scatters = [_OrderedScatter(name, _Exchange(world.group, copies), dealing) for name in units]
         for module, scatter in zip(units.values(), self._scatters, strict=True):
@@ -107,11 +153,18 @@ class OrderedShardReducer(GradientReducer):
             module.set_gradient_divide_factor(1.0)
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
-        tree, losses = summation_tree(len(batches), self._size, self.dealing), dict[int, LossRecord]()
-        for scatter in self._scatters:
-            scatter.begin(tree.local_nodes, len(batches), logical_ranks=len(batches) * self._size)
-        order = [leaf for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
+        size, is_block = self._world.size, self.dealing == "block"
+        logical_ranks, losses = self._logical_ranks or len(batches) * size, dict[int, LossRecord]()
+        tree = summation_tree(len(batches), size, "block") if is_block else Tree(logical_ranks, size)
+        nodes = tree.nodes_of(0 if is_block else self._world.rank)
+        order = [leaf for node in range(nodes) for leaf in tree.leaves(node)]
         with self._buffers.step(len(batches)) as buffers:
+            if _is_one_short(batches, logical_ranks, size):
+                self._begin(nodes, 0, logical_ranks)
+                backward(batches[0], 0.0)
+                buffers.restore()
+                self._model.zero_grad()
+            self._begin(nodes, len(batches), logical_ranks)
             for place, leaf in enumerate(order, 1):
                 losses[leaf] = backward(batches[leaf], 1.0)
                 buffers.add(leaf)
@@ -121,19 +174,23 @@ class OrderedShardReducer(GradientReducer):
                     self._model.zero_grad()  # removes shards of zeros
         return [losses[leaf] for leaf in range(len(batches))]
 
+    def _begin(self, nodes: int, micro_batches: int, logical_ranks: int) -> None:
+        for scatter in self._scatters:
+            scatter.begin(nodes, micro_batches, logical_ranks=logical_ranks)
+
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         """Clip by the norm of full gradients, gathered one at a time, and return it, a scalar.
 
         It has the same bits as the norm of an unsharded model.
         """
-        full = (_gathered(parameter.grad) for parameter in parameters if isinstance(parameter.grad, DTensor))
+        full = (whole(parameter.grad) for parameter in parameters if isinstance(parameter.grad, DTensor))
         norms = [torch._foreach_norm([gradient])[0] for gradient in full]  # like clip_grad_norm_
         return _clipped(parameters, limit, torch.linalg.vector_norm(torch.stack(norms)))
 
 
-def _gathered(gradient: DTensor) -> Tensor:
-    with phase("communication"):
-        return gradient.full_tensor()
+def _is_one_short(batches: Sequence[MicroBatch], logical_ranks: int, ranks: int) -> bool:
+    """Return whether other ranks have one more of the ``logical_ranks`` than this one."""
+    return len(batches) < -(-logical_ranks // ranks)
 
 
 def _clipped(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor) -> Tensor:
@@ -157,7 +214,7 @@ class _OrderedScatter(ReduceScatter):
         self._taken = 0  # micro-batches of the step so far
 
     def begin(self, nodes: int, micro_batches: int, *, logical_ranks: int) -> None:
-        """Begin a step in which each rank adds up its micro-batches in ``nodes`` nodes."""
+        """Begin a step in which this rank adds up its micro-batches in ``nodes`` nodes; without any it adds nothing."""
         self._nodes, self._leaves, self._logical_ranks = nodes, micro_batches // nodes, logical_ranks
         self._counter, self._sums, self._taken = Counter(), [], 0
 
@@ -180,14 +237,19 @@ class _OrderedScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Add the unit's gradients ``input_tensor`` (shards * s,); write this rank's mean to ``output_tensor`` (s,)."""
+        if self._leaves == 0:
+            output_tensor.zero_()
+            return
         gradient = input_tensor.view(group.size(), -1)
-        leaf = self._exchange.sum_of_part([gradient]) if self._sums_shards else gradient.clone()
+        ranks = self._exchange.ranks
+        leaf = self._exchange.sum_of_part([gradient], ranks) if self._sums_shards else gradient.clone()
         self._add(leaf)
         if self._taken < self._nodes * self._leaves:
             output_tensor.zero_()
             return
         nodes, self._sums = self._sums, []
-        part = nodes[0] if self._sums_shards else self._exchange.sum_of_part(nodes)
+        all_nodes = Tree(self._logical_ranks, ranks).nodes
+        part = nodes[0] if self._sums_shards else self._exchange.sum_of_part(nodes, all_nodes)
         output_tensor.copy_(self._exchange.shard_of(part / self._logical_ranks)[: len(output_tensor)])
 
     def _add(self, leaf: Tensor) -> None:
@@ -218,25 +280,26 @@ class _Exchange:
         self._group, self._copies = group, copies
         self.ranks = group.size()
 
-    def sum_of_part(self, rows: Sequence[Tensor]) -> Tensor:
-        """Return this rank's part of the sum over all ranks of ``rows``, which are nodes of the tree: (shards, s)."""
+    def sum_of_part(self, rows: Sequence[Tensor], nodes: int) -> Tensor:
+        """Return this rank's part of the sum over all ranks of ``rows``, which are nodes of the tree: (shards, s).
+
+        ``nodes``: those of all ranks, which deal them cyclically.
+        """
         copies = self._copies.size() if self._copies else 1
         shards, length = rows[0].shape
         size = -(-length // copies)
-        mine = rows[0].new_zeros(copies, shards, len(rows), size)
+        mine = rows[0].new_zeros(copies, shards, -(-nodes // self.ranks), size)
         for node, row in enumerate(rows):
             for copy, piece in enumerate(torch.split(row, size, dim=1)):
                 mine[copy, :, node, : piece.shape[1]] = piece
         theirs_pns = torch.empty_like(mine.flatten(0, 1))
-        with phase("communication"):
-            dist.all_to_all_single(theirs_pns, mine.flatten(0, 1), group=self._group)
-        return sum_level(theirs_pns.transpose(0, 1).flatten(0, 1).unbind())
+        wait(dist.all_to_all_single(theirs_pns, mine.flatten(0, 1), group=self._group, async_op=True))
+        return sum_level(theirs_pns.transpose(0, 1).flatten(0, 1)[:nodes].unbind())
 
     def shard_of(self, part: Tensor) -> Tensor:
         """Concatenate the parts of all copies to this rank's shard, with padding at its end."""
         if self._copies is None:
             return part
         shard = part.new_empty(self._copies.size() * len(part))
-        with phase("communication"):
-            dist.all_gather_into_tensor(shard, part, group=self._copies)
+        wait(dist.all_gather_into_tensor(shard, part, group=self._copies, async_op=True))
         return shard

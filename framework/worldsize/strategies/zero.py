@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
+from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.collectives.step_timer import time_parameters, wait
 from worldsize.core import (
     Cluster,
@@ -123,8 +124,14 @@ class _WaitingOptimizer(ZeroRedundancyOptimizer):
 
     def _sync_params(self) -> None:
         started = [self._broadcast_params_from_rank(rank) for rank in range(self.world_size)]  # type: ignore[attr-defined]
-        for work in [work for works in started for work in works]:
-            wait(work)
+        begun = [work for works in started for work in works]
+        for place, work in enumerate(begun):
+            try:
+                wait(work)
+            except Exception:
+                for other in begun[place + 1 :]:
+                    INTERRUPTION.leave(other)
+                raise
 
 
 def _cost(work: Workload, cluster: Cluster, *, bucket_mb: float) -> Cost:

@@ -29,7 +29,7 @@ from worldsize.world.environments import Placement
 from worldsize.world.meetings import Meetings
 from worldsize.world.membership import NEWCOMER, Membership, MembershipChannel
 from worldsize.world.preemption import Preemption
-from worldsize.world.world import regrouped
+from worldsize.world.world import existing_groups, regrouped
 
 
 @final
@@ -57,20 +57,20 @@ class HealingMember:
         self._settings, self._run, self._placement, self._channel = settings, run, placement, channel
         self._listeners, self._preemption = listeners, preemption
         self._replica: Replica | None = None  # with the state of the last step that this process has completed
-        self._kept: list[tuple[list[Work], Mapping[str, ProcessGroup]]] = []  # groups with unfinished collectives
+        self._kept: list[tuple[list[Work], list[ProcessGroup]]] = []  # groups with unfinished collectives
         timeout = timedelta(seconds=settings.cluster.timeout)
         self._meetings = Meetings(placement.store, channel.check, timeout)
         self._logs = False  # whether the listeners of the whole run are among its own
         self._has_logged = False  # and were in the membership before
         self._shards: ShardRecovery | None = None  # if the strategy shards state
 
-    def run(self, world: World, make_replica: Callable[[Settings, World, BeforeUpdate], Replica]) -> int:
+    def run(self, world: World, make_replica: Callable[[Settings, World, BeforeUpdate, Connections], Replica]) -> int:
         """Train until the run ends or this process leaves; return the exit code.
 
         Args:
             world: This process, in no group.
-            make_replica: Makes its replica, given the settings and the world of a membership and what it calls before
-                it updates; all members call it.
+            make_replica: Makes its replica, given the settings and the world of a membership, what it calls before it
+                updates, and what it enters to make process groups; all members call it.
 
         Raises:
             Exception: the program failed, and not because of a peer.
@@ -91,8 +91,9 @@ class HealingMember:
             if world.global_rank not in membership.members:
                 return 0
             try:
-                settings, world = self._joined(world, membership)
-                make = partial(make_replica, settings, world, carried.before_update)
+                connections = Connections()
+                settings, world = self._joined(world, membership, connections)
+                make = partial(make_replica, settings, world, carried.before_update, connections)
                 replica = self._replica_of(make, world, membership, carried)
                 if before is not None or membership.members != tuple(range(self._settings.roles[world.role].processes)):
                     step = carried.progress.step if carried.progress else 0
@@ -126,13 +127,14 @@ class HealingMember:
         for listener in self._listeners:
             listener(event)
 
-    def _joined(self, world: World, membership: Membership) -> tuple[Settings, World]:
+    def _joined(self, world: World, membership: Membership, connections: Connections) -> tuple[Settings, World]:
         """Join the groups of a membership; return its settings and the place of this process in it."""
+        if self._shards:
+            self._shards.leave()
         unfinished = INTERRUPTION.unfinished()
         self._kept = [(works, groups) for works, groups in self._kept if not all(map(Work.is_completed, works))]
         if unfinished:  # whoever destroys their groups would wait for them
-            self._kept.append((unfinished, world.groups))
-        connections = Connections()
+            self._kept.append((unfinished, existing_groups()))
         self._channel.begin(membership.number, connections.cut)
         settings = self._settings.among(len(membership.members))
         store = self._meetings.store(membership.number)

@@ -33,6 +33,7 @@ from worldsize.worker.healing import HealingMember
 from worldsize.worker.listeners import listeners_of
 from worldsize.worker.probe import introduce, probe
 from worldsize.worker.training import Training
+from worldsize.world.connections import Connections
 from worldsize.world.environments import Placement, placement
 from worldsize.world.membership import MembershipChannel
 from worldsize.world.preemption import Preemption
@@ -157,10 +158,13 @@ def _heal(
             "this machine (cluster=laptop or node), or set strategy.on_failure=restart."
         )
 
-    def make_replica(settings: Settings, world: World, before_update: BeforeUpdate) -> Replica:
+    def make_replica(
+        settings: Settings, world: World, before_update: BeforeUpdate, connections: Connections
+    ) -> Replica:
         seed_generators(stream(settings.training.seed, "init"), world.device)
         context = context_of(settings, run, world, placement, preemption)
-        replica = _replica(settings, replace(context, before_update=before_update))
+        context = replace(context, before_update=before_update, making_groups=lambda: connections)
+        replica = _replica(settings, context)
         assert replica is not None
         return replica
 

@@ -32,12 +32,17 @@ class ShardRecovery:
     def __init__(self, run: RunDirectory, carried: Carried, *, every: int, at: Callable[[str], None]) -> None:
         self._run, self._carried, self._every, self._at = run, carried, every, at
         self._copies: ShardCopies | None = None
+        self._left: list[Generation] = []  # by the membership before
 
     @property
     def step(self) -> int:
         """The newest step of which this process keeps anything."""
         newest = self._copies.newest if self._copies else None
         return newest.step if newest else NEWCOMER
+
+    def leave(self) -> None:
+        """Wait no more for copies on the way, since the membership has ended; its groups still exist."""
+        self._left = self._copies.left() if self._copies else []
 
     def recover(self, make_replica: Callable[[], Replica], world: World, number: int, loop: LoopConfig) -> Replica:
         """Make the replica of membership ``number``, with the newest state of which no part is lost.
@@ -48,7 +53,7 @@ class ShardRecovery:
             CheckpointError: a part of each state is lost.
         """
         carried = self._carried
-        left = self._copies.left() if self._copies else []
+        left, self._left = self._left, []
         before, carried.copy = carried.progress, _nothing
         gc.collect()  # the replica before, and its groups, refer to themselves
         replica = make_replica()

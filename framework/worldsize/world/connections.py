@@ -17,14 +17,14 @@ _Sockets = Mapping[int, int]  # the inode of each socket of this process, by its
 
 @final
 class Connections:
-    """Notes which sockets the process groups that are made inside its context open.
+    """Notes which sockets the process groups that are made inside its context open; it may be entered again.
 
     ``ProcessGroup.abort`` ends the operations of NCCL, but not those of gloo, which end when their sockets do.
     """
 
     def __init__(self) -> None:
-        self._before: _Sockets = {}
-        self._own: _Sockets | None = None  # None: the context is open
+        self._before: _Sockets | None = None  # inside the context: what was open at its beginning
+        self._own: _Sockets = {}
         self._is_cut = False
 
     def __enter__(self) -> Self:
@@ -32,7 +32,8 @@ class Connections:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._own = self._opened()
+        self._own = self._all()
+        self._before = None
         if self._is_cut:  # in the meantime, when some of them did not exist
             self._is_cut = False
             self.cut()
@@ -42,13 +43,17 @@ class Connections:
         is_first, self._is_cut = not self._is_cut, True
         if is_first and dist.is_initialized() and "nccl" in dist.get_backend():
             dist.distributed_c10d._abort_process_group()
-        for descriptor, inode in (self._opened() if self._own is None else self._own).items():
+        for descriptor, inode in self._all().items():
             with suppress(OSError):  # it was closed in the meantime
                 if os.fstat(descriptor).st_ino == inode:
                     _shut(descriptor)
 
-    def _opened(self) -> _Sockets:
-        return {number: inode for number, inode in _sockets().items() if self._before.get(number) != inode}
+    def _all(self) -> _Sockets:
+        before = self._before
+        if before is None:
+            return self._own
+        opened = {number: inode for number, inode in _sockets().items() if before.get(number) != inode}
+        return {**self._own, **opened}
 
 
 def _sockets() -> _Sockets:

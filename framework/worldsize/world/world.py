@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -60,6 +61,7 @@ def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: Sto
     """
     if dist.is_initialized():
         dist.destroy_process_group()
+    _forget_meshes()
     rank, groups = members.index(world.global_rank), dict[str, ProcessGroup]()
     if len(members) > 1:
         timeout = timedelta(seconds=cluster.timeout)
@@ -79,6 +81,29 @@ def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: Sto
             own = dist.new_group(list(everyone), timeout, backend="gloo")
             groups[f"copies/{world.role}"] = cast("ProcessGroup", own)
     return replace(world, rank=rank, size=len(members), world_size=len(members), groups=groups)
+
+
+def _forget_meshes() -> None:
+    """Clear torch's caches of operations on DTensors, which keep the meshes of groups that are destroyed.
+
+    A mesh is equal to an earlier one of as many ranks, in which this process may have had another place.
+    """
+    if "torch.distributed.tensor" in sys.modules:  # importing it takes long
+        from torch.distributed.tensor._collective_utils import MeshTopoInfo
+        from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
+        _gen_transform_infos.cache_clear()
+        clear_redistribute_planner_cache()
+        MeshTopoInfo.build_from_mesh.cache_clear()
+
+
+def existing_groups() -> list[ProcessGroup]:
+    """Return all process groups of this process."""
+    return [*dist.distributed_c10d._world.pg_map]
 
 
 def world_of(

@@ -1,0 +1,99 @@
+"""Processes that shard a model go on in other groups, in other places: nothing of the groups before is left."""
+
+from __future__ import annotations
+
+import gc
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.tensor import DTensor
+
+from tests.strategies.test_sharded_accumulation import batch
+from worldsize.core import Cluster, Reduction, RunContext, World
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.testing.recipes import Chain
+from worldsize.testing.worlds import run_in_worlds
+from worldsize.world.connections import Connections, _sockets
+from worldsize.world.world import regrouped
+
+CLUSTER = Cluster("test", 1, 4, "cpu", "gloo", timeout=60.0)
+MEMBERSHIPS = ((0, 1, 2, 3), (0, 2, 3), (0, 2, 3, 1), (3, 1, 2, 0))
+
+
+def trained(world: World, strategy: FSDP) -> tuple[list[float], int]:
+    """Take two steps whose gradients are clipped; return the norms, and the number of shards of a copy."""
+    recipe = Chain(depth=2)
+    torch.manual_seed(3)
+    replica = strategy.replica(recipe, RunContext(world, logical_ranks=8))
+    assert isinstance(replica, SynchronousReplica)
+    norms = []
+    for _ in range(2):
+        replica.optimizer.zero_grad()
+        replica.reducer.run([batch(recipe, rank) for rank in range(world.rank, 8, world.size)], replica._backward)
+        norms.append(float(replica.reducer.clip(list(replica.model.parameters()), 0.1)))
+        replica.optimizer.step()
+    weight = next(replica.model.parameters())
+    assert isinstance(weight, DTensor)
+    return norms, weight.device_mesh.size()
+
+
+@pytest.mark.parametrize(
+    ("reduce", "shard", "shards"),
+    [
+        ("flat", "all", [4, 3, 4, 4]),
+        ("flat", 2, [2, 3, 2, 2]),
+        ("ordered", "node", [2, 3, 2, 2]),
+    ],
+)
+def test_shards_train_alike_in_each_membership(
+    tmp_path: Path, reduce: Reduction, shard: object, shards: list[int]
+) -> None:
+    """Two nodes of two processes each; one process is away in the second membership."""
+    strategy = FSDP(reduce=reduce, shard=shard, on_failure="heal")  # type: ignore[arg-type]
+
+    def body(world: World) -> tuple[list[tuple[list[float], int]], list[int]]:
+        results, sockets = [], []
+        for number, members in enumerate(MEMBERSHIPS):
+            if world.global_rank not in members:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                continue
+            store = FileStore(str(tmp_path / str(number)), len(members))
+            store.set_timeout(timedelta(seconds=60))
+            world = regrouped(world, members, CLUSTER, store)
+            results.append(trained(world, strategy))
+            gc.collect()
+            sockets.append(len(_sockets()))
+        return results, sockets
+
+    by_rank = run_in_worlds(body, 4, local_size=2)
+    first = by_rank[0][0][0][0]
+    for rank, (results, sockets) in enumerate(by_rank):
+        for norms, _ in results:
+            assert norms == first if reduce == "ordered" else norms == pytest.approx(first, rel=1e-5)
+        assert [size for _, size in results] == [size for size in shards if rank != 1 or size != 3]
+        assert sockets[-1] <= sockets[0]
+
+
+def test_connections_that_are_made_later_are_cut_too() -> None:
+    def body(world: World) -> str:
+        connections = Connections()
+        with connections:
+            dist.new_group([0, 1])
+        with connections:
+            later = dist.new_group([0, 1])
+        assert isinstance(later, dist.ProcessGroup)
+        dist.barrier(group=world.group)  # both have connected
+        if world.rank == 0:
+            connections.cut()
+            with pytest.raises(RuntimeError) as error:
+                dist.all_reduce(torch.ones(4), group=later)
+            return type(error.value).__name__
+        return "RuntimeError"
+
+    assert run_in_worlds(body, 2) == ["RuntimeError"] * 2
