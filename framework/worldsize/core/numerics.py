@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # torch takes seconds
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Nonfinite = Literal["stop", "skip", "ignore"]
+ActivationCheckpointing = Literal["none", "full", "selective"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
@@ -27,6 +28,9 @@ class Numerics:
         compile: Whether torch compiles forward and backward, which rounds otherwise than running operation by
             operation.
         compile_mode: How it does, as ``torch.compile`` says.
+        activation_checkpointing: What of a block's activations is computed again in the backward pass, and not kept:
+            all of them ("full"), or all but products of matrices and attention ("selective").
+        activation_offload: Whether activations wait for the backward pass in the memory of the host.
     """
 
     precision: Precision = "fp32"
@@ -34,12 +38,19 @@ class Numerics:
     nonfinite: Nonfinite = "stop"
     compile: bool = False
     compile_mode: CompileMode = "default"
+    activation_checkpointing: ActivationCheckpointing = "none"
+    activation_offload: bool = False
 
     def __post_init__(self) -> None:
         if self.precision not in ("fp32", "bf16", "fp16"):
             raise ConfigError(f"precision={self.precision!r} is unknown. Known: fp32, bf16, fp16.")
         if self.nonfinite not in ("stop", "skip", "ignore"):
             raise ConfigError(f"nonfinite={self.nonfinite!r} is unknown. Known: stop, skip, ignore.")
+        if self.activation_offload and self.activation_checkpointing == "selective":
+            raise ConfigError(
+                "activation_offload=true moves what is saved for the backward pass, and not what "
+                "activation_checkpointing=selective keeps. Set activation_checkpointing=full or none."
+            )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or null for no clipping.")
 

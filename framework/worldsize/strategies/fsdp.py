@@ -8,7 +8,6 @@ from typing import Annotated, Literal, final
 
 import torch
 from torch import nn
-from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
@@ -62,6 +61,7 @@ class FSDP(Strategy):
     averages_weights = True
     trains_multi_update = True
     compiles = True
+    recomputes = True
 
     shard: Literal["all", "node"] | Annotated[int, Range(least=1)] = "all"
     wrap: Wrap = "auto"
@@ -70,7 +70,6 @@ class FSDP(Strategy):
     param_dtype: Precision | None = None
     reduce_dtype: Precision | None = None
     accumulate: Literal["auto", "whole", "sharded"] = "auto"
-    activation_checkpointing: bool = False
     cpu_offload: bool = False
 
     def __post_init__(self) -> None:
@@ -116,7 +115,6 @@ class FSDP(Strategy):
             reshard_after_forward=self.reshard_after_forward,
             gathered_share=_share_of_fp32(self.param_dtype),
             scattered_share=_share_of_fp32(self.reduce_dtype or self.param_dtype),
-            activation_checkpointing=self.activation_checkpointing,
             cpu_offload=self.cpu_offload,
             accumulates_shards=self._accumulates_shards(work.parameter_bytes, cluster.processes),
         )
@@ -134,9 +132,9 @@ class FSDP(Strategy):
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         if world.size == 1:
-            return alone(recipe, self._checkpointed(recipe, recipe.model()).to(world.device), context, self.reduce)
+            return alone(recipe, recipe.model().to(world.device), context, self.reduce)
         deferred = DeferredModel.build(recipe.model, warns=world.rank == 0)  # no process holds the whole model
-        model = self._checkpointed(recipe, deferred.model)
+        model = deferred.model
         mesh, is_multi = self._mesh(world), isinstance(recipe, MultiUpdateRecipe)
         root = CallingRoot(model) if is_multi else model
         self._shard(recipe, model, mesh, root)
@@ -151,13 +149,6 @@ class FSDP(Strategy):
             return MultiUpdateReplica(recipe, context, train_state=states, reducer=sums, root=root)
         sums = sharded_reducer(self.reduce, model, world, copies, accumulates_shards=shards)
         return SynchronousReplica(recipe, context, train_state=TrainState.of(recipe, model), reducer=sums)
-
-    def _checkpointed(self, recipe: Recipe, model: nn.Module) -> nn.Module:
-        """Apply activation checkpointing to the blocks of ``model``, if configured."""
-        if self.activation_checkpointing:
-            for block in recipe.blocks(model):
-                checkpoint(block)
-        return model
 
     def _mesh(self, world: World) -> DeviceMesh:
         """Return the mesh (copies, shards of a copy); the ranks of a copy are consecutive."""
