@@ -78,4 +78,6 @@ def _failure(recipe: Recipe, strategy: Strategy, numerics: Numerics, device: str
 
 
 def _is_certain(error: Exception) -> bool:
+    if isinstance(error, ConfigError):
+        return True
     return not isinstance(error, _OF_THIS_HOST) and _OF_A_DEVICE.search(str(error)) is None

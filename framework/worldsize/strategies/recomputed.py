@@ -88,7 +88,7 @@ def _selective(module: nn.Module, forward: Callable[..., Any], *, compiled: bool
     """Return ``forward`` such that products and attention are kept, and the rest is recomputed."""
 
     def contexts() -> _Contexts:
-        first, again = create_selective_checkpoint_contexts(kept_operations)
+        first, again = create_selective_checkpoint_contexts(kept_operations)  # type: ignore[no-untyped-call]
         return first, _both(_buffers_kept(module), again)
 
     # the compiler knows these contexts, and no others
@@ -97,10 +97,10 @@ def _selective(module: nn.Module, forward: Callable[..., Any], *, compiled: bool
 
 
 def kept_operations(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Say whether an operation's result is kept, or computed again.
+    """Return whether selective checkpointing keeps the result of ``operation``.
 
-    Attention with dropout is computed again: if it were kept, the operations after it would find the random generator
-    where it was before, and draw other numbers than in the forward pass.
+    Attention with dropout is recomputed. A second pass that skips it would not advance the random generator, and the
+    operations after it would draw other numbers than in the forward pass.
     """
     if operation in _overloads(_PRODUCTS):
         return CheckpointPolicy.MUST_SAVE
