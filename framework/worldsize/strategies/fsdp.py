@@ -17,7 +17,6 @@ from worldsize.core import (
     ConfigError,
     Cost,
     MultiUpdateRecipe,
-    Precision,
     Range,
     Recipe,
     Replica,
@@ -40,6 +39,7 @@ from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.wrapping import CallingRoot, Wrap, refuse_sparse_gradients, units
 
 _WHOLE_AT_MOST = 2**30  # most bytes of gradients that accumulate="auto" keeps unsharded between micro-batches
+_Dtype = Literal["fp32", "bf16", "fp16"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -67,8 +67,8 @@ class FSDP(Strategy):
     wrap: Wrap = "auto"
     wrap_parameters: Annotated[int, Range(least=1)] = 1_000_000
     reshard_after_forward: bool = True
-    param_dtype: Precision | None = None
-    reduce_dtype: Precision | None = None
+    param_dtype: _Dtype | None = None
+    reduce_dtype: _Dtype | None = None
     accumulate: Literal["auto", "whole", "sharded"] = "auto"
     cpu_offload: bool = False
 
@@ -172,6 +172,6 @@ class FSDP(Strategy):
             )
 
 
-def _share_of_fp32(dtype: Precision | None) -> float:
+def _share_of_fp32(dtype: _Dtype | None) -> float:
     """Return the size of ``dtype`` relative to float32."""
     return _DTYPES[dtype].itemsize / 4 if dtype else 1.0

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from worldsize.core import ConfigError, Numerics, Recipe
 from worldsize.strategies.compiled import compile_passes
+from worldsize.strategies.fp8 import check_fp8, use_fp8
 from worldsize.strategies.wrapping import sparse_embeddings
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -29,13 +30,15 @@ _ATTENTION = (
 _LEAST_BYTES = 2**20  # of a tensor that is worth a copy to the host
 
 
-def prepare_passes(recipe: Recipe, model: nn.Module, numerics: Numerics) -> None:
-    """Let the passes of ``model`` be compiled and keep fewer activations, as ``numerics`` says.
+def prepare_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, device: torch.device) -> None:
+    """Let the passes of ``model`` be in 8 bits, be compiled and keep fewer activations, as ``numerics`` says.
 
     Each block that ``recipe`` names is treated by itself; without blocks, the whole model is compiled and offloaded.
     Parameters, buffers and hooks stay those of ``model``, so wrappers, checkpoints and shards do not notice.
     """
     modules = list(recipe.blocks(model)) or [model]
+    if numerics.precision == "fp8":
+        use_fp8(recipe, model, device)
     if numerics.activation_checkpointing == "selective":  # inside, since the compiler plans what it recomputes
         _wrap(modules, partial(_selective, compiled=numerics.compile))
     if numerics.compile:
@@ -47,10 +50,12 @@ def prepare_passes(recipe: Recipe, model: nn.Module, numerics: Numerics) -> None
 
 
 def check_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, *, serves_rows: bool = False) -> None:
-    """Raise ConfigError if activations of ``model`` cannot be recomputed, or to no use.
+    """Raise ConfigError if activations of ``model`` cannot be recomputed, or to no use; or not computed in 8 bits.
 
     ``serves_rows``: whether servers hold the rows of its sparse embeddings.
     """
+    if numerics.precision == "fp8":
+        check_fp8(recipe, model)
     chosen = numerics.activation_checkpointing
     if chosen == "none":
         return

@@ -84,6 +84,11 @@ class Mesh(Strategy):
     def check_numerics(self, numerics: Numerics) -> None:
         if numerics.precision == "fp16":
             raise ConfigError("precision=fp16 needs a loss scale that all stages agree on. Set precision=bf16.")
+        if numerics.precision == "fp8" and self.tensor > 1:
+            raise ConfigError(
+                "precision=fp8: layers that ranks share would each be scaled by their own part's largest number. "
+                "Set strategy.tensor=1, or precision=bf16."
+            )
 
     @property
     def default_micro_batches(self) -> int:

@@ -55,7 +55,7 @@ class UpdateWorker:
     ) -> None:
         self._recipe, self._context, self._dialer = recipe, context, dialer
         self._model, self._parts = train_state.model, train_state.parts
-        prepare_passes(recipe, self._model, context.numerics)
+        prepare_passes(recipe, self._model, context.numerics, context.world.device)
         self._parameters = parameters_by_optimizer(train_state)
         self._unowned = UnownedWeights(self._model)
         self._dense = {

@@ -73,7 +73,7 @@ class Worker:
         self._tables = tables
         self._recipe, self._context, self._dialer, self._options = recipe, context, dialer, options
         self._model = model.to(context.world.device)
-        prepare_passes(recipe, self._model, context.numerics)
+        prepare_passes(recipe, self._model, context.numerics, context.world.device)
         self._remotes = list(remotes(self._model))
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._unowned = UnownedWeights(self._model)
