@@ -241,7 +241,7 @@ def faults(size: int, strategies: Sequence[str]) -> None:
 GPT = ("recipe=stdlib_lm", "recipe.width=128", "recipe.depth=4", "recipe.context=64", "batch_size=32")
 LLAMA = ("recipe=hf_causal_lm", "recipe.context=64", "batch_size=16")
 DIGITS = ("recipe=digits", "recipe.width=64", "batch_size=64")
-ACCUMULATED, RECOMPUTED = "logical_ranks=16", "strategy.activation_checkpointing=true"
+ACCUMULATED, RECOMPUTED = "logical_ranks=16", "activation_checkpointing=full"
 CASES: Mapping[str, Sequence[str]] = {
     "GPT, ddp": (*GPT, "strategy=ddp"),
     "GPT, ddp, accumulation": (*GPT, "strategy=ddp", ACCUMULATED),

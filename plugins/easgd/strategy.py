@@ -47,6 +47,7 @@ class EASGD(Strategy):
 
     reductions = ("flat",)
     trains_multi_update = True
+    recomputes = True
     period: Annotated[int, Range(least=1, hint="it is in steps")] = 4
     moving_rate: Annotated[float, Range(above=0, most=1, hint="0.9 is usual")] = 0.9
     rounds: Rounds = "synchronous"

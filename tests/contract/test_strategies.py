@@ -107,7 +107,6 @@ class TestMeshOfTensorsAndStages(Held):
                 reduce="ordered",
                 wrap="size",
                 wrap_parameters=100,
-                activation_checkpointing=True,
                 reshard_after_forward=False,
             ),
             1e-5,

@@ -30,7 +30,6 @@ OTHERS = {
     "pipeline": ("strategy=mesh", "strategy.pipeline=2", "cluster.processes=2"),
 }
 FURTHER = {
-    "recomputed": ("strategy=fsdp", "strategy.activation_checkpointing=true", "cluster.processes=2"),
     "diloco": ("strategy=diloco", "strategy.inner_steps=3", "cluster.processes=2"),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ def trained(strategy: Strategy, world: World, numerics: Numerics) -> tuple[Losse
         (Mesh(pipeline=2), Numerics()),
         (Mesh(pipeline=3, schedule="gpipe", split=[1, 4]), Numerics()),
         (Mesh(data=2, pipeline=2, schedule="interleaved"), CLIPPED),
-        (Mesh(data=2, tensor=2, pipeline=2, activation_checkpointing=True), CLIPPED),
+        (Mesh(data=2, tensor=2, pipeline=2), replace(CLIPPED, activation_checkpointing="full")),
     ],
     ids=lambda mesh: (
         f"{mesh.data or 1}x{mesh.tensor}x{mesh.pipeline}-{mesh.schedule}" if isinstance(mesh, Mesh) else ""

@@ -234,6 +234,8 @@ class NumericsSchema:
     nonfinite: str = "${nonfinite}"
     compile: bool = "${compile}"  # type: ignore[assignment]
     compile_mode: str = "${compile_mode}"
+    activation_checkpointing: str = "${activation_checkpointing}"
+    activation_offload: bool = "${activation_offload}"  # type: ignore[assignment]
 
 
 @dataclass
@@ -261,6 +263,8 @@ class Schema:
     nonfinite: str = "stop"
     compile: bool = False
     compile_mode: str = "default"
+    activation_checkpointing: str = "none"
+    activation_offload: bool = False
     log_every: Annotated[int, _COUNT, _LARGEST] = 10
     evaluate_every: Annotated[int, _INTERVAL, _LARGEST] = 0
     evaluate_batch_size: Annotated[int, _COUNT, _LARGEST] = 256

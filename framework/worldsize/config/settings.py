@@ -21,7 +21,7 @@ from worldsize.config.sections import (
     RunConfig,
     TrainingConfig,
 )
-from worldsize.config.shape import check_compiles, check_copies, check_heals
+from worldsize.config.shape import check_activations, check_compiles, check_copies, check_heals
 from worldsize.core import (
     AgentLauncher,
     BatchLauncher,
@@ -152,6 +152,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     numerics = build(config["numerics"], Numerics, allowed=allowed, key="numerics")
     strategy.check_numerics(numerics)
     check_compiles(numerics, strategy, exact=determinism.mode if determinism.deterministic else None)
+    check_activations(numerics, strategy, cluster)
     roles = strategy.roles(cluster)
     run = RunConfig.of(config["run"])
     launcher = launcher_of(config["launcher"], config)

@@ -85,6 +85,18 @@ def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None)
         )
 
 
+def check_activations(numerics: Numerics, strategy: Strategy, cluster: Cluster) -> None:
+    """Raise ConfigError if activations are to be recomputed or offloaded, and cannot be."""
+    chosen = numerics.activation_checkpointing
+    if (chosen != "none" or numerics.activation_offload) and not strategy.recomputes:
+        raise ConfigError(
+            f"{type(strategy).__name__} keeps all activations. Set activation_checkpointing=none and "
+            "activation_offload=false, or a strategy such as ddp or fsdp."
+        )
+    if numerics.activation_offload and cluster.device == "cpu":
+        raise ConfigError("activation_offload=true moves activations from GPUs to the host; cluster.device is cpu.")
+
+
 def check_copies(roles: Mapping[str, Role], strategy: Strategy, peers: int) -> None:
     """Raise ConfigError if a gang heals whose processes divide the state and keep no copies of each other's parts."""
     if heals(roles) and strategy.shards_state and not peers:

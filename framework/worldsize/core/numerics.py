@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:  # torch takes seconds
     from torch import Tensor
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Nonfinite = Literal["stop", "skip", "ignore"]
+ActivationCheckpointing = Literal["none", "full", "selective"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
@@ -20,13 +21,17 @@ class Numerics:
     """Numerics of an update: precision of forward and backward, clipping, and the handling of NaN.
 
     Attributes:
-        precision: Precision of forward and backward; parameters are float32.
+        precision: Precision of forward and backward; parameters are float32. "fp8": products of linear layers are in 8
+            bits, and the rest as with "bf16".
         clip_norm: Largest L2 norm of the whole gradient; None: no clipping.
         nonfinite: "stop" ends the run when a logged loss is NaN or infinite; "skip" leaves the parameters alone in a
             step whose gradient norm is not finite; "ignore" does neither.
         compile: Whether torch compiles forward and backward, which rounds otherwise than running operation by
             operation.
         compile_mode: How it does, as ``torch.compile`` says.
+        activation_checkpointing: What of a block's activations is computed again in the backward pass, and not kept:
+            all of them ("full"), or all but products of matrices and attention ("selective").
+        activation_offload: Whether activations wait for the backward pass in the memory of the host.
     """
 
     precision: Precision = "fp32"
@@ -34,12 +39,19 @@ class Numerics:
     nonfinite: Nonfinite = "stop"
     compile: bool = False
     compile_mode: CompileMode = "default"
+    activation_checkpointing: ActivationCheckpointing = "none"
+    activation_offload: bool = False
 
     def __post_init__(self) -> None:
-        if self.precision not in ("fp32", "bf16", "fp16"):
-            raise ConfigError(f"precision={self.precision!r} is unknown. Known: fp32, bf16, fp16.")
+        if self.precision not in get_args(Precision):
+            raise ConfigError(f"precision={self.precision!r} is unknown. Known: fp32, bf16, fp16, fp8.")
         if self.nonfinite not in ("stop", "skip", "ignore"):
             raise ConfigError(f"nonfinite={self.nonfinite!r} is unknown. Known: stop, skip, ignore.")
+        if self.activation_offload and self.activation_checkpointing == "selective":
+            raise ConfigError(
+                "activation_offload=true moves what is saved for the backward pass, and not what "
+                "activation_checkpointing=selective keeps. Set activation_checkpointing=full or none."
+            )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or null for no clipping.")
 

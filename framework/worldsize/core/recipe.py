@@ -125,7 +125,7 @@ class Recipe(ABC):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the repeated parts of ``model`` in order of use, such as transformer layers.
 
-        They are units of sharding and of activation checkpointing.
+        They are units of sharding, of compiling and of activation checkpointing.
         """
         return ()
 

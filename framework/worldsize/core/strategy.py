@@ -34,7 +34,7 @@ class Workload:
         parameter_bytes: All parameters.
         optimizer_bytes: State of the optimizer.
         unit_bytes: The largest unit that a sharded model gathers at once.
-        activation_bytes: Activations of one micro-batch.
+        activation_bytes: Activations of one micro-batch, with the activation checkpointing of the run.
         boundary_bytes: Activations that one block passes to the next, for one micro-batch.
         blocks: Number of repeated parts of the model.
         compute_seconds: Forward, backward and update of one rank in a step, without communication.
@@ -170,6 +170,8 @@ class Strategy(ABC):
     """Whether replicas evaluate the metrics that :meth:`Recipe.metrics` names."""
     compiles: ClassVar[bool] = False
     """Whether its replicas compile what they compute (``Numerics.compile``); if not, such a run is refused."""
+    recomputes: ClassVar[bool] = False
+    """Whether its replicas keep fewer activations (``Numerics.activation_checkpointing``, ``activation_offload``)."""
     serves_rows: ClassVar[bool] = False
     """Whether the rows of embeddings with ``sparse=True`` are on servers, which update them in ways of their own."""
     shards_state: ClassVar[bool] = False

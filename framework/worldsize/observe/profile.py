@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -12,12 +12,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 T = TypeVar("T")
+_MOST_ALLOCATIONS = 100_000  # the latest ones, in a snapshot of some tens of MB
 
 
 def traced(
     batches: Iterable[T], path: Path, *, first: int, span: tuple[int, int], device: torch.device
 ) -> Generator[T]:
     """Yield ``batches`` of the steps after ``first`` unchanged; trace steps ``span[0]`` to ``span[1]`` into ``path``.
+
+    On a GPU, its allocations in these steps are written beside it, with the suffix ``.memory.pickle``.
 
     A step's trace begins when its data are requested, and ends when those of the next step are. Close the iterator to
     write a trace that the end of the run cuts short.
@@ -37,12 +40,28 @@ def traced(
                 yield batch
 
 
+def peak_device_bytes(device: torch.device) -> dict[str, int]:
+    """Return the most bytes that torch's allocator has held for tensors on a GPU; nothing for a CPU."""
+    return {"peak_device_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
+
+
 @contextmanager
 def _trace(path: Path, device: torch.device) -> Iterator[None]:
     cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
     profiler = profile(activities=[ProfilerActivity.CPU, *cuda])
     try:
-        with profiler:
+        with profiler, _allocations(path.with_suffix(".memory.pickle")) if cuda else nullcontext():
             yield
     finally:
         profiler.export_chrome_trace(str(path))
+
+
+@contextmanager
+def _allocations(path: Path) -> Iterator[None]:
+    """Write what torch's CUDA allocator does within the block into ``path``, for pytorch.org/memory_viz."""
+    torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+    try:
+        yield
+    finally:
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._record_memory_history(enabled=None)

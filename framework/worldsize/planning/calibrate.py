@@ -15,6 +15,7 @@ from worldsize.core import ConfigError, MicroBatch, MultiUpdateRecipe, Numerics,
 from worldsize.data.fetch import collate_of
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
+from worldsize.planning.activations import Activations, measured_activations
 from worldsize.planning.concurrency import first_device, medians, run_concurrently
 from worldsize.strategies.alone import alone
 from worldsize.strategies.model_replica import ModelReplica, autocast
@@ -68,29 +69,31 @@ class _Calibration:
     device: torch.device
 
     def workload(self) -> Workload:
-        model = self.recipe.model().to(self.device)
-        replica = alone(self.recipe, model, RunContext(World.alone(self.device), self.numerics))
-        collate = collate_of(self.recipe)
+        model, collate = self.recipe.model().to(self.device), collate_of(self.recipe)
         batches = micro_batches(self.recipe.data("train"), self.order, self.device, collate=collate)
+        activations = self._activations(model, next(batches)[0])  # of the model as it is
+        replica = alone(self.recipe, model, RunContext(World.alone(self.device), self.numerics))
         seconds, forward, update = self._seconds(replica, model, lambda: next(batches))
         parameters, optimizers = list(model.parameters()), replica.train_state.optimizers
         blocks = list(self.recipe.blocks(model))
-        with autocast(self.device, self.numerics.precision):
-            activation_bytes, boundary_bytes = _activations(self.recipe, model, blocks, next(batches)[0])
         return Workload(
             parameter_bytes=_bytes(parameters),
             optimizer_bytes=_bytes(
                 value for each in optimizers for kept in each.state.values() for value in kept.values()
             ),
             unit_bytes=max((_bytes(block.parameters()) for block in blocks), default=_bytes(parameters)),
-            activation_bytes=activation_bytes,
-            boundary_bytes=boundary_bytes,
+            activation_bytes=activations.largest(self.numerics),
+            boundary_bytes=activations.boundary,
             blocks=len(blocks),
             compute_seconds=seconds,
             update_seconds=min(update, seconds),
             overlap=self._overlap(seconds, forward, update),
             sum_seconds=self._sum_seconds(sum(parameter.numel() for parameter in parameters)),
         )
+
+    def _activations(self, model: nn.Module, batch: MicroBatch) -> Activations:
+        with autocast(self.device, self.numerics.precision):
+            return measured_activations(model, self.recipe.blocks(model), lambda: _forward(self.recipe, model, batch))
 
     def _overlap(self, seconds: float, forward: float, update: float) -> float:
         """Return the share of compute that hides communication: the backward pass, or 0 with several updates."""
@@ -135,27 +138,3 @@ def _forward(recipe: Recipe, model: nn.Module, batch: MicroBatch) -> object:
 
 def _bytes(tensors: Any) -> float:
     return float(sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)))
-
-
-def _activations(recipe: Recipe, model: nn.Module, blocks: list[nn.Module], batch: MicroBatch) -> tuple[float, float]:
-    """Return the bytes that a forward pass saves for the backward pass without parameters, and of a block's output."""
-    kept: dict[int, float] = {}
-    outputs: list[float] = [0.0]
-    held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in held:
-            kept[storage.data_ptr()] = float(storage.nbytes())
-        return tensor
-
-    def note(_: nn.Module, inputs: Any, output: Any) -> None:
-        outputs.append(_bytes(output if isinstance(output, tuple) else [output]))
-
-    hooks = [block.register_forward_hook(note) for block in blocks]
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = _forward(recipe, model, batch)
-    for hook in hooks:
-        hook.remove()
-    del loss
-    return sum(kept.values()), max(outputs)

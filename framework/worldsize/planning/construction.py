@@ -8,9 +8,10 @@ import re
 import torch
 
 from worldsize.config.instantiate import described_failure
-from worldsize.core import ConfigError, MultiUpdateRecipe, Recipe, Strategy
+from worldsize.core import ConfigError, MultiUpdateRecipe, Numerics, Recipe, Strategy
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.alone import train_state_of
+from worldsize.strategies.recomputed import check_passes
 from worldsize.strategies.sparse_steps import check_sparse_steps
 
 _logger = logging.getLogger(__name__)
@@ -34,10 +35,10 @@ def check_trainable(recipe: Recipe, strategy: Strategy) -> None:
     strategy.check_recipe(recipe)
 
 
-def check_construction(recipe: Recipe, strategy: Strategy) -> None:
+def check_construction(recipe: Recipe, strategy: Strategy, numerics: Numerics | None = None) -> None:
     """Build the model, its optimizers and their schedules on the meta device, where tensors take no memory.
 
-    Then check that ``strategy`` supports them.
+    Then check that ``strategy`` supports them, and that ``numerics`` suit the model (None: the default ones do).
 
     A failure is repeated on the CPU, where every process builds the model. Only the same failure on both is an error
     here; one that may be due to this host or the device is left to the processes.
@@ -46,10 +47,11 @@ def check_construction(recipe: Recipe, strategy: Strategy) -> None:
         ConfigError: the arguments of the recipe, the optimizer or the schedule are invalid, or do not work with
             ``strategy``.
     """
-    failed = _failure(recipe, strategy, "meta")
+    numerics = numerics or Numerics()
+    failed = _failure(recipe, strategy, numerics, "meta")
     if failed is None or not _is_certain(failed):
         return
-    again = _failure(recipe, strategy, "cpu")
+    again = _failure(recipe, strategy, numerics, "cpu")
     if again is None or (type(again), str(again)) != (type(failed), str(failed)):
         _logger.debug("the recipe can be built on the CPU alone: %s", failed)
         return
@@ -61,10 +63,11 @@ def check_construction(recipe: Recipe, strategy: Strategy) -> None:
     ) from again
 
 
-def _failure(recipe: Recipe, strategy: Strategy, device: str) -> Exception | None:
+def _failure(recipe: Recipe, strategy: Strategy, numerics: Numerics, device: str) -> Exception | None:
     try:
         with generators_kept(), torch.device(device):  # the training processes are forked from this one
             model = recipe.model()
+            check_passes(recipe, model, numerics, serves_rows=strategy.serves_rows)
             for optimizer in train_state_of(recipe, model).optimizers:
                 strategy.check_built(recipe, model, optimizer)
                 if not strategy.serves_rows:
@@ -75,4 +78,6 @@ def _failure(recipe: Recipe, strategy: Strategy, device: str) -> Exception | Non
 
 
 def _is_certain(error: Exception) -> bool:
+    if isinstance(error, ConfigError):
+        return True
     return not isinstance(error, _OF_THIS_HOST) and _OF_A_DEVICE.search(str(error)) is None

@@ -12,7 +12,7 @@ from worldsize.cost.collectives import exposed_seconds
 class Forecast:
     """``compute_seconds`` is what a rank computes of the workload in a step, without what the strategy adds to it;
     ``step_seconds`` how long a step takes, ``exposed_seconds`` how long of it a rank waits for communication.
-    ``by_formula`` says why the memory is what the strategy says of itself, which leaves activations out; None: it was
+    ``by_formula`` says why the memory is what the strategy says of itself, which estimates activations; None: it was
     rehearsed, or the size of the model was given.
     """
 

@@ -148,6 +148,8 @@ def _rehearsed_bytes(settings: Settings) -> tuple[float, str | None]:
 
     If it cannot be rehearsed, return 0 and the reason.
     """
+    if settings.numerics.activation_offload:
+        return 0.0, "activations that wait on the host are estimated"
     try:
         check_alone(settings)
         (rehearsed,) = rehearse(settings, [0], Part())

@@ -63,6 +63,7 @@ class DDP(Strategy):
 
     trains_multi_update = True
     compiles = True
+    recomputes = True
 
     compress: Compression = "none"
     powersgd_rank: Annotated[int, Range(least=1)] = 4

@@ -9,7 +9,6 @@ from typing import Annotated, Literal, final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
@@ -19,7 +18,6 @@ from worldsize.core import (
     ConfigError,
     Cost,
     MultiUpdateRecipe,
-    Precision,
     Range,
     Recipe,
     Replica,
@@ -43,6 +41,7 @@ from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.wrapping import CallingRoot, Wrap, refuse_sparse_gradients, units
 
 _WHOLE_AT_MOST = 2**30  # most bytes of gradients that accumulate="auto" keeps unsharded between micro-batches
+_Dtype = Literal["fp32", "bf16", "fp16"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -67,15 +66,15 @@ class FSDP(Strategy):
     trains_multi_update = True
     compiles = True
     shards_state = True
+    recomputes = True
 
     shard: Literal["all", "node"] | Annotated[int, Range(least=1)] = "all"
     wrap: Wrap = "auto"
     wrap_parameters: Annotated[int, Range(least=1)] = 1_000_000
     reshard_after_forward: bool = True
-    param_dtype: Precision | None = None
-    reduce_dtype: Precision | None = None
+    param_dtype: _Dtype | None = None
+    reduce_dtype: _Dtype | None = None
     accumulate: Literal["auto", "whole", "sharded"] = "auto"
-    activation_checkpointing: bool = False
     cpu_offload: bool = False
     on_failure: OnFailure = "restart"
 
@@ -134,7 +133,6 @@ class FSDP(Strategy):
             reshard_after_forward=self.reshard_after_forward,
             gathered_share=_share_of_fp32(self.param_dtype),
             scattered_share=_share_of_fp32(self.reduce_dtype or self.param_dtype),
-            activation_checkpointing=self.activation_checkpointing,
             cpu_offload=self.cpu_offload,
             accumulates_shards=self._accumulates_shards(work.parameter_bytes, cluster.processes),
         )
@@ -152,9 +150,9 @@ class FSDP(Strategy):
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         if world.size == 1:
-            return alone(recipe, self._checkpointed(recipe, recipe.model()).to(world.device), context, self.reduce)
+            return alone(recipe, recipe.model().to(world.device), context, self.reduce)
         deferred = DeferredModel.build(recipe.model, warns=world.rank == 0)  # no process holds the whole model
-        model = self._checkpointed(recipe, deferred.model)
+        model = deferred.model
         with context.making_groups():
             mesh, is_multi = self._mesh(world), isinstance(recipe, MultiUpdateRecipe)
         root = CallingRoot(model) if is_multi else model
@@ -172,13 +170,6 @@ class FSDP(Strategy):
         sums = sharded_reducer(self.reduce, model, world, copies, accumulates_shards=shards, logical_ranks=ranks)
         state = TrainState.of(recipe, model)
         return SynchronousReplica(recipe, context, train_state=state, reducer=sums, logical_ranks=ranks)
-
-    def _checkpointed(self, recipe: Recipe, model: nn.Module) -> nn.Module:
-        """Apply activation checkpointing to the blocks of ``model``, if configured."""
-        if self.activation_checkpointing:
-            for block in recipe.blocks(model):
-                checkpoint(block)
-        return model
 
     def _mesh(self, world: World) -> DeviceMesh:
         """Return the mesh (copies, shards of a copy); the ranks of a copy are consecutive."""
@@ -213,6 +204,6 @@ def _most_on_a_node(world: World) -> int:
     return int(nodes.bincount().max())
 
 
-def _share_of_fp32(dtype: Precision | None) -> float:
+def _share_of_fp32(dtype: _Dtype | None) -> float:
     """Return the size of ``dtype`` relative to float32."""
     return _DTYPES[dtype].itemsize / 4 if dtype else 1.0

@@ -22,7 +22,6 @@ class FSDPSharding:
     """Bytes of gathered parameters for each byte of float32."""
     scattered_share: float
     """The same of gradients that are reduce-scattered."""
-    activation_checkpointing: bool
     cpu_offload: bool
     accumulates_shards: bool = False
     """Whether gradients are reduced after each micro-batch, not once a step."""
@@ -66,7 +65,6 @@ def fsdp_cost(work: Workload, cluster: Cluster, sharding: FSDPSharding) -> Cost:
 
 def _memory_bytes(work: Workload, sharding: FSDPSharding) -> float:
     gathered = 2 * work.unit_bytes if sharding.reshard_after_forward else work.parameter_bytes
-    activations = work.boundary_bytes * work.blocks if sharding.activation_checkpointing else work.activation_bytes
     kept = 0.0 if sharding.cpu_offload else (2 * work.parameter_bytes + work.optimizer_bytes) / sharding.ranks
     summed = work.parameter_bytes if work.micro_batches > 1 and not sharding.accumulates_shards else 0.0
-    return kept + gathered * sharding.gathered_share + summed + activations
+    return kept + gathered * sharding.gathered_share + summed + work.activation_bytes

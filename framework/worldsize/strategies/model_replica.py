@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from worldsize.core import EvaluationBatch, Precision, Recipe, Replica, RunContext, StateDict
 from worldsize.metrics.collector import MetricCollector
 from worldsize.reproducibility.seeds import generators_kept, seed_generators
-from worldsize.strategies.compiled import COMPILATIONS, compile_passes
+from worldsize.strategies.compiled import COMPILATIONS
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.loss_weights import fp16_share, weight_factor
+from worldsize.strategies.recomputed import prepare_passes
 from worldsize.strategies.train_state import OptimizedModel, TrainState
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 _T = TypeVar("_T")
 _Metrics = Mapping[str, tuple[Tensor, ...]]
 
@@ -96,8 +97,7 @@ class ModelReplica(Replica):
         self._group = None if sums_alone or self.world.size == 1 else self.world.group
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
         self._logical_ranks = logical_ranks
-        if self.numerics.compile:
-            compile_passes(recipe, self.model, self.numerics)
+        prepare_passes(recipe, self.model, self.numerics, self.world.device)
         self._fp16_share: Tensor | None = None  # scale of a summed loss in float16, agreed on for each gradient
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:

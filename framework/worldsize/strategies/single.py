@@ -19,6 +19,7 @@ class Single(Strategy):
     averages_weights = True
     trains_multi_update = True
     compiles = True
+    recomputes = True
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         if cluster.processes != 1:

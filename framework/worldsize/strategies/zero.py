@@ -52,6 +52,7 @@ class ZeRO(Strategy):
     averages_weights = True
     trains_multi_update = True
     compiles = True
+    recomputes = True
     shards_state = True
 
     bucket_mb: Annotated[float, MEBIBYTES] = 25.0

@@ -37,7 +37,7 @@ from worldsize.data.loader import micro_batches
 from worldsize.data.streams import TrainingStream
 from worldsize.engine.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.engine.training_metrics import by_logical_rank
-from worldsize.observe.profile import traced
+from worldsize.observe.profile import peak_device_bytes, traced
 from worldsize.records.metrics import evaluations, last_step, metrics_digest
 from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.records.run_record import write_result
@@ -291,6 +291,7 @@ class Training:
             "samples_per_second": steps * batch_size / seconds,
             "first_step_at": self._history.first_step_at,
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            **peak_device_bytes(self._world.device),
             "exit_reason": "completed",
             **({"compiled": compiled} if (compiled := self._history.compiled) else {}),
             **({"stopped_early": last.stopped_early} if last.stopped_early else {}),

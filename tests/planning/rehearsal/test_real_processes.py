@@ -45,7 +45,7 @@ def both(settings: Settings) -> tuple[Sequence[Real], Sequence[Rehearsed], float
         ("strategy=ddp", "reproducibility=elastic", "logical_ranks=8"),
         ("strategy=zero",),
         ("strategy=fsdp",),
-        ("strategy=fsdp", "strategy.activation_checkpointing=true", "logical_ranks=8"),
+        ("strategy=fsdp", "activation_checkpointing=full", "logical_ranks=8"),
         ("strategy=hsdp", "cluster.nodes=2"),
         ("strategy=mesh", "strategy.tensor=2"),
         ("strategy=diloco", "strategy.inner_steps=2"),
@@ -81,7 +81,7 @@ def counted(settings: Settings) -> tuple[int, int]:
     return rehearsed.most, most
 
 
-@pytest.mark.parametrize("options", [("ddp",), ("zero",), ("fsdp", "strategy.activation_checkpointing=true")])
+@pytest.mark.parametrize("options", [("ddp",), ("zero",), ("fsdp", "activation_checkpointing=full")])
 def test_memory_is_what_torchs_own_allocator_hands_out(options: tuple[str, ...]) -> None:
     name, *others = options
     wide = ("recipe.width=128", "recipe.context=64", "batch_size=32")

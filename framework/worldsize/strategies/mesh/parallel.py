@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -29,7 +28,6 @@ class Sharding:
     wrap: Wrap = "auto"
     wrap_parameters: int = 1_000_000
     reshard_after_forward: bool = True
-    activation_checkpointing: bool = False
 
 
 def divide(recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: DeviceMesh, sharding: Sharding) -> None:
@@ -37,10 +35,6 @@ def divide(recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: D
     mine = [module for root in roots for module in root.modules()]
     if mesh["tensor"].size() > 1:
         _divide_layers(recipe, model, mine, mesh["tensor"])
-    if sharding.activation_checkpointing:
-        for block in recipe.blocks(model):
-            if block in mine:
-                checkpoint(block)
     if mesh["data"].size() > 1:
         sharded = units(recipe, model, sharding.wrap, sharding.wrap_parameters)
         for module in (*(unit for unit in sharded if unit in mine and unit not in roots), *roots):

@@ -90,10 +90,11 @@ class Rank:
     def _stages(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
         """Build a rank that holds a part of some layers."""
         model = deferred.model
-        if self.context.numerics.compile and not self.recipe.blocks(model):
+        numerics = self.context.numerics
+        if (numerics.compile or numerics.activation_offload) and not self.recipe.blocks(model):
             raise ConfigError(
-                "compile=true: the stages of a pipeline are compiled block by block, and Recipe.blocks names none. "
-                "Name the blocks, or set compile=false."
+                "compile=true and activation_offload=true: the stages of a pipeline are treated block by block, and "
+                "Recipe.blocks names none. Name the blocks, or set both to false."
             )
         full_state, data = self._full_state(model), self._data(mesh)
         chain = stages_of(self.recipe, model, self.schedule.stages, self.schedule.split)

@@ -53,6 +53,7 @@ class Mesh(Strategy):
 
     averages_weights = True
     compiles = True
+    recomputes = True
 
     data: Annotated[int | None, Range(least=1)] = None
     tensor: Annotated[int, Range(least=1)] = 1
@@ -64,7 +65,6 @@ class Mesh(Strategy):
     wrap: Wrap = "auto"
     wrap_parameters: Annotated[int, Range(least=1)] = 1_000_000
     reshard_after_forward: bool | None = None
-    activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,6 +84,11 @@ class Mesh(Strategy):
     def check_numerics(self, numerics: Numerics) -> None:
         if numerics.precision == "fp16":
             raise ConfigError("precision=fp16 needs a loss scale that all stages agree on. Set precision=bf16.")
+        if numerics.precision == "fp8" and self.tensor > 1:
+            raise ConfigError(
+                "precision=fp8: layers that ranks share would each be scaled by their own part's largest number. "
+                "Set strategy.tensor=1, or precision=bf16."
+            )
 
     @property
     def default_micro_batches(self) -> int:
@@ -150,5 +155,5 @@ class Mesh(Strategy):
         if world.size == 1:
             return alone(recipe, recipe.model().to(world.device), context)
         reshard = self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
-        sharding = Sharding(self.wrap, self.wrap_parameters, reshard, self.activation_checkpointing)
+        sharding = Sharding(self.wrap, self.wrap_parameters, reshard)
         return Rank(recipe, context, self.layout(world.size), self._pipeline, sharding).replica()

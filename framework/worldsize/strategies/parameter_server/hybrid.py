@@ -65,6 +65,7 @@ class HybridParameterServer(Strategy):
     """
 
     serves_rows: ClassVar[bool] = True
+    recomputes: ClassVar[bool] = True
     servers: int = 1
     consistency: Literal["sync", "async"] = "sync"
     lease: Annotated[float, SECONDS] = 5.0

@@ -87,6 +87,7 @@ class ParameterServer(Strategy):
     merges_states: ClassVar[bool] = False
     trains_multi_update: ClassVar[bool] = True
     serves_rows: ClassVar[bool] = True
+    recomputes: ClassVar[bool] = True
     servers: int = 1
     replicas: Annotated[int, Range(least=0, most=1, hint="standbys of each server")] = 0
     consistency: Consistency = "sync"

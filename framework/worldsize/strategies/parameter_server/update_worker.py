@@ -26,6 +26,7 @@ from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.parameter_server.task_loop import Task, TaskLoop
 from worldsize.strategies.parameter_server.unit_start import UnitStart
 from worldsize.strategies.parameter_server.unowned import UnownedWeights
+from worldsize.strategies.recomputed import prepare_passes
 from worldsize.strategies.update_pass import UpdatePass
 from worldsize.transport.dialer import Dialer
 
@@ -54,6 +55,7 @@ class UpdateWorker:
     ) -> None:
         self._recipe, self._context, self._dialer = recipe, context, dialer
         self._model, self._parts = train_state.model, train_state.parts
+        prepare_passes(recipe, self._model, context.numerics, context.world.device)
         self._parameters = parameters_by_optimizer(train_state)
         self._unowned = UnownedWeights(self._model)
         self._dense = {

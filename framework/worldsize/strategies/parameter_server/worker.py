@@ -25,6 +25,7 @@ from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.parameter_server.table_links import TableLinks
 from worldsize.strategies.parameter_server.task_loop import TaskLoop
 from worldsize.strategies.parameter_server.unowned import UnownedWeights
+from worldsize.strategies.recomputed import prepare_passes
 from worldsize.transport.dialer import Dialer
 
 _OVERLAPPED = 1 << 20  # bytes of gradients; fewer are sent in less time than starting a thread takes
@@ -72,6 +73,7 @@ class Worker:
         self._tables = tables
         self._recipe, self._context, self._dialer, self._options = recipe, context, dialer, options
         self._model = model.to(context.world.device)
+        prepare_passes(recipe, self._model, context.numerics, context.world.device)
         self._remotes = list(remotes(self._model))
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._unowned = UnownedWeights(self._model)

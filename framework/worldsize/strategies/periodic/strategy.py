@@ -20,6 +20,7 @@ class PeriodicSyncStrategy(Strategy):
 
     trains_multi_update = True
     compiles = True
+    recomputes = True
 
     inner_steps: Annotated[int, Range(least=1)] = 8
 

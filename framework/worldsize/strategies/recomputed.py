@@ -1,0 +1,190 @@
+"""Keeps fewer activations between forward and backward: recomputes them by block, or moves them to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from worldsize.core import ConfigError, Numerics, Recipe
+from worldsize.strategies.compiled import compile_passes
+from worldsize.strategies.fp8 import check_fp8, use_fp8
+from worldsize.strategies.wrapping import sparse_embeddings
+
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm")
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+_LEAST_BYTES = 2**20  # of a tensor that is worth a copy to the host
+
+
+def prepare_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, device: torch.device) -> None:
+    """Let the passes of ``model`` be in 8 bits, be compiled and keep fewer activations, as ``numerics`` says.
+
+    Each block that ``recipe`` names is treated by itself; without blocks, the whole model is compiled and offloaded.
+    Parameters, buffers and hooks stay those of ``model``, so wrappers, checkpoints and shards do not notice.
+    """
+    modules = list(recipe.blocks(model)) or [model]
+    if numerics.precision == "fp8":
+        use_fp8(recipe, model, device)
+    if numerics.activation_checkpointing == "selective":  # inside, since the compiler plans what it recomputes
+        _wrap(modules, partial(_selective, compiled=numerics.compile))
+    if numerics.compile:
+        compile_passes(recipe, model, numerics)
+    if numerics.activation_checkpointing == "full":  # around: the same compiled code runs again
+        _wrap(modules, _recomputed)
+    if numerics.activation_offload:
+        _wrap(modules, _offloaded)
+
+
+def check_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, *, serves_rows: bool = False) -> None:
+    """Raise ConfigError if activations of ``model`` cannot be recomputed, or to no use; or not computed in 8 bits.
+
+    ``serves_rows``: whether servers hold the rows of its sparse embeddings.
+    """
+    if numerics.precision == "fp8":
+        check_fp8(recipe, model)
+    chosen = numerics.activation_checkpointing
+    if chosen == "none":
+        return
+    blocks = list(recipe.blocks(model))
+    if not blocks:
+        raise ConfigError(
+            f"activation_checkpointing={chosen}: {type(recipe).__name__} names no blocks, and a whole model that is "
+            "computed again at once needs as much memory as before. Define Recipe.blocks, or set "
+            "activation_checkpointing=none."
+        )
+    for block in blocks:
+        if serves_rows and sparse_embeddings(block):
+            raise ConfigError(
+                f"activation_checkpointing={chosen}: a block has an embedding with sparse=True, whose rows servers "
+                "would send twice. Set activation_checkpointing=none."
+            )
+        if chosen == "selective" and numerics.compile and any(isinstance(each, _NormBase) for each in block.modules()):
+            raise ConfigError(
+                "activation_checkpointing=selective: a block has a norm with running statistics, which compiled code "
+                "would update twice. Set activation_checkpointing=full, or compile=false."
+            )
+
+
+def _wrap(modules: Sequence[nn.Module], wrapped: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]) -> None:
+    for module in modules:
+        module.forward = wrapped(module, module.forward)  # not a wrapper, whose name would be in checkpoints
+
+
+def _recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward`` such that only its inputs are kept; the states of random generators are kept with them."""
+    return partial(checkpoint, forward, use_reentrant=False, context_fn=lambda: (nullcontext(), _buffers_kept(module)))
+
+
+def _selective(module: nn.Module, forward: Callable[..., Any], *, compiled: bool) -> Callable[..., Any]:
+    """Return ``forward`` such that products and attention are kept, and the rest is recomputed."""
+
+    def contexts() -> _Contexts:
+        first, again = create_selective_checkpoint_contexts(kept_operations)  # type: ignore[no-untyped-call]
+        return first, _both(_buffers_kept(module), again)
+
+    # the compiler knows these contexts, and no others
+    chosen = partial(create_selective_checkpoint_contexts, kept_operations) if compiled else contexts
+    return partial(checkpoint, forward, use_reentrant=False, context_fn=chosen)
+
+
+def kept_operations(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Return whether selective checkpointing keeps the result of ``operation``.
+
+    Attention with dropout is recomputed. A second pass that skips it would not advance the random generator, and the
+    operations after it would draw other numbers than in the forward pass.
+    """
+    if operation in _overloads(_PRODUCTS):
+        return CheckpointPolicy.MUST_SAVE
+    if operation in _overloads(_ATTENTION) and not _dropout(operation, args, kwargs):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _overloads(names: Sequence[str]) -> list[Any]:
+    return [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
+
+
+def _dropout(operation: Any, args: Sequence[Any], kwargs: Any) -> float:
+    """Return the argument ``dropout_p`` of an operation."""
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            given = kwargs.get("dropout_p", argument.default_value)
+            return float(args[place] if place < len(args) else given)
+    return 0.0
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(outer)
+        stack.enter_context(inner)
+        yield
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Let a pass that is computed again leave running statistics alone, which the forward pass has updated.
+
+    Raises:
+        RuntimeError: the pass has changed any other buffer, which would then have changed twice.
+    """
+    norms = [each for each in module.modules() if isinstance(each, _NormBase)]
+    replaced = [(each, name, buffer) for each in norms for name, buffer in each._buffers.items() if buffer is not None]
+    for each, name, buffer in replaced:
+        each._buffers[name] = buffer.clone()
+    versions = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+    copies = {id(each._buffers[name]) for each, name, _ in replaced}
+    try:
+        yield
+    finally:
+        for each, name, buffer in replaced:
+            each._buffers[name] = buffer
+        for name, buffer, version in versions:
+            if buffer._version != version and id(buffer) not in copies:
+                raise RuntimeError(
+                    f"{type(module).__name__}.{name} changes in each forward pass, so with activation checkpointing "
+                    "twice a step. Set activation_checkpointing=none."
+                )
+
+
+def _offloaded(_: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward`` such that what it saves for the backward pass waits in the memory of the host."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(to_host, from_host):
+            return forward(*args, **kwargs)
+
+    return called
+
+
+def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    """Return the device of ``tensor``, and a copy of it in pinned memory of the host.
+
+    Parameters, which stay on the device anyway, and small tensors are not copied. Copies are in the order of the
+    stream, so neither they nor the memory of ``tensor`` are used too early.
+    """
+    is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    if is_parameter or tensor.device.type == "cpu" or tensor.nbytes < _LEAST_BYTES:
+        return tensor.device, tensor
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return tensor.device, copy.copy_(tensor, non_blocking=True)
+
+
+def from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
+    """Return the tensor that :func:`to_host` has packed, on its own device."""
+    device, tensor = packed
+    return tensor.to(device, non_blocking=True)
