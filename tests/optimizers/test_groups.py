@@ -17,6 +17,7 @@ from worldsize.engine.schedules import warmup_linear
 from worldsize.optimizers.groups import grouped
 from worldsize.optimizers.muon import muon
 from worldsize.optimizers.names import named_by
+from worldsize.optimizers.refused import refuse_breaking
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.recipes import Chain
@@ -154,3 +155,10 @@ def test_strategies_that_divide_matrices_refuse_muon(strategy: Any, make: Callab
     with pytest.raises(ConfigError, match=r"update of a whole matrix.*strategy=ddp"):
         strategy.check_built(recipe, own, make(matrices))
     strategy.check_built(recipe, own, AdamW(own.parameters()))
+
+
+@pytest.mark.parametrize(("library", "reason"), [("torchao", "cannot save"), ("schedulefree", "would save neither")])
+def test_optimizers_whose_state_cannot_be_kept_are_refused_with_the_reason(library: str, reason: str) -> None:
+    kind = type("Foreign", (AdamW,), {"__module__": f"{library}.optim"})
+    with pytest.raises(ConfigError, match=f"{library}: Foreign .*{reason}"):
+        refuse_breaking(kind(model().parameters()))

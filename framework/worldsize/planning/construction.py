@@ -9,6 +9,7 @@ import torch
 
 from worldsize.config.instantiate import described_failure
 from worldsize.core import ConfigError, MultiUpdateRecipe, Recipe, Strategy
+from worldsize.optimizers.refused import refuse_breaking
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.alone import train_state_of
 from worldsize.strategies.sparse_steps import check_sparse_steps
@@ -66,6 +67,7 @@ def _failure(recipe: Recipe, strategy: Strategy, device: str) -> Exception | Non
         with generators_kept(), torch.device(device):  # the training processes are forked from this one
             model = recipe.model()
             for optimizer in train_state_of(recipe, model).optimizers:
+                refuse_breaking(optimizer)
                 strategy.check_built(recipe, model, optimizer)
                 if not strategy.serves_rows:
                     check_sparse_steps(model, optimizer)
