@@ -31,6 +31,7 @@ FLOORS = (  # from the ground up: a package imports only from those before it
     "records",
     "reproducibility",
     "data",
+    "optimizers",
     "strategies",
     "engine",
     "config",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop, Rprop
 
+from worldsize.optimizers.muon import muon
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.update_reducers import _buckets
 
@@ -25,6 +26,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "Adagrad": lambda model: Adagrad(model.parameters(), lr=0.1, weight_decay=0.1, initial_accumulator_value=0.2),
     "NAdam": lambda model: NAdam(model.parameters(), lr=0.1, weight_decay=0.1),
     "Rprop": lambda model: Rprop(model.parameters(), lr=0.1),
+    "AdamW, fused": lambda model: AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=True),
+    "Muon": lambda model: muon(model.parameters(), lr=0.1),
     "ASGD": lambda model: ASGD(model.parameters(), lr=0.1, weight_decay=0.1),
 }
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import hydra.utils
 from hydra.errors import InstantiationException
 
+from worldsize.config.optimizer_groups import check_groups, makes_optimizer, with_groups
 from worldsize.core.limits import check_limits, hints_of
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
 
@@ -43,7 +44,7 @@ def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
         raise ConfigError(f"{key}={'null' if node is None else node} says nothing of what it is. Leave it out.")
     check_node(node, allowed=allowed, key=key)
     try:
-        built = hydra.utils.instantiate(node, _convert_="all")
+        built = hydra.utils.instantiate(with_groups(node, _locate, key), _convert_="all")
     except TypeError as error:  # about one of Hydra's keys, such as _partial_
         raise ConfigError(f"{key}: {str(error).splitlines()[0].rstrip('.')}. Leave it as it is.") from error
     except InstantiationException as error:
@@ -143,6 +144,9 @@ def check_arguments(target: Any, node: Mapping[str, Any], key: str) -> None:
     """Check the arguments in ``node`` against the signature of ``target``, its limits and plain types."""
     parameters = inspect.signature(target).parameters
     given = [name for name in node if name not in ("_target_", "_partial_", "_args_", "_convert_", "_recursive_")]
+    if "groups" in given and makes_optimizer(target):
+        check_groups(node["groups"], key=f"{key}.groups")
+        given.remove("groups")
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         for name in given:
             if name not in parameters:

@@ -9,6 +9,7 @@ import torch
 
 from worldsize.config.instantiate import described_failure
 from worldsize.core import ConfigError, MultiUpdateRecipe, Numerics, Recipe, Strategy
+from worldsize.optimizers.refused import refuse_breaking
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.alone import train_state_of
 from worldsize.strategies.recomputed import check_passes
@@ -69,6 +70,7 @@ def _failure(recipe: Recipe, strategy: Strategy, numerics: Numerics, device: str
             model = recipe.model()
             check_passes(recipe, model, numerics, serves_rows=strategy.serves_rows)
             for optimizer in train_state_of(recipe, model).optimizers:
+                refuse_breaking(optimizer)
                 strategy.check_built(recipe, model, optimizer)
                 if not strategy.serves_rows:
                     check_sparse_steps(model, optimizer)

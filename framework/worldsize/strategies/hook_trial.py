@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from worldsize.core import ConfigError, MultiUpdateRecipe, Recipe
+from worldsize.optimizers.names import named_by
 from worldsize.strategies.step_hooks import hook_name, recipe_hooks
 
 
@@ -74,7 +75,7 @@ def _mixed_operands(
 ) -> list[tuple[str, Tensor]]:
     """Try the recipe's hooks, and return what ``find`` takes of their operations, each with the hook's name."""
     watch, operands = _Watch(marked, find), list[tuple[str, Tensor]]()
-    with torch.no_grad(), watch:
+    with torch.no_grad(), named_by(model), watch:
         made: Any = recipe.optimizers(model) if isinstance(recipe, MultiUpdateRecipe) else recipe.optimizer(model)
         for optimizer in made.values() if isinstance(made, Mapping) else [made]:
             for hook in recipe_hooks(optimizer):

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from worldsize.core import ConfigError, MultiUpdateRecipe, StateDict
 from worldsize.errors import neighbours
+from worldsize.optimizers.names import named_by
 from worldsize.strategies.train_state import OptimizerState, TrainState
 
 
@@ -95,7 +96,8 @@ def optimizers_of(recipe: MultiUpdateRecipe, model: nn.Module) -> Mapping[str, O
     Raises:
         ConfigError: there is no optimizer, one has nothing to update, or two of them share a parameter.
     """
-    optimizers: Any = recipe.optimizers(model)
+    with named_by(model):
+        optimizers: Any = recipe.optimizers(model)
     kind = type(recipe).__name__
     if not isinstance(optimizers, Mapping) or not all(isinstance(each, Optimizer) for each in optimizers.values()):
         raise ConfigError(f"{kind}.optimizers returned no mapping of names to optimizers. Return {{name: optimizer}}.")

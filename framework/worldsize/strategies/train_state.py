@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from worldsize.collectives.per_rank import local
 from worldsize.core import Recipe, StateDict
+from worldsize.optimizers.names import named_by
 from worldsize.strategies.step_hooks import without_recipe_hooks
 
 
@@ -66,7 +67,7 @@ class TrainState:
     @staticmethod
     def of(recipe: Recipe, model: nn.Module) -> TrainState:
         """Make the optimizer and schedule of ``recipe`` for ``model``."""
-        optimizer = recipe.optimizer(model)
+        optimizer = optimizer_of(recipe, model)
         return TrainState(model, optimizer, recipe.schedule(optimizer))
 
     @property
@@ -107,6 +108,12 @@ class TrainState:
         if self.schedule is not None:
             self.schedule.load_state_dict(state)
             _set_rates(self.schedule)
+
+
+def optimizer_of(recipe: Recipe, model: nn.Module) -> Optimizer:
+    """Make the optimizer of ``recipe``, whose parameter groups may be chosen by the names that ``model`` has."""
+    with named_by(model):
+        return recipe.optimizer(model)
 
 
 def _set_rates(schedule: LRScheduler) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any, Literal, final
 
 from torch import nn
+from torch.optim import Optimizer
 
 from worldsize.core import ConfigError, Recipe
+from worldsize.optimizers.muon import needs_matrices
 
 Wrap = Literal["auto", "blocks", "size"]
 _NO_FORWARD = (nn.ModuleList, nn.ModuleDict)
@@ -49,6 +51,15 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
         raise ConfigError(
             f"{name} is an {type(module).__name__} with sparse=True, whose gradients cannot be sharded. Make it "
             "dense, or use strategy=parameter_server, which deals its rows to servers, or strategy=ddp."
+        )
+
+
+def refuse_divided_matrices(optimizer: Optimizer) -> None:
+    """Raise ConfigError if an update needs whole matrices, of which ranks would have parts."""
+    if needs_matrices(optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} makes an update of a whole matrix, and this strategy divides matrices over "
+            "ranks. Use strategy=ddp, zero (one rank updates each matrix) or parameter_server, or optimizer=adamw."
         )
 
 

@@ -37,7 +37,7 @@ from worldsize.strategies.reducers import gradient_reducer, interruptible_reduce
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state, multi_meta_states
 from worldsize.strategies.step_hooks import move_step_hooks
 from worldsize.strategies.synchronous import SynchronousReplica
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import TrainState, optimizer_of
 
 
 @final
@@ -92,7 +92,7 @@ class ZeRO(Strategy):
 
 
 def _sharded(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
-    sharded = _divided(recipe.optimizer(model), world)
+    sharded = _divided(optimizer_of(recipe, model), world)
     full = meta_state(recipe, model)["optimizer"]
     parts = ShardedOptimizerState(model, sharded, own=sharded.optim, full=full)
     return TrainState(model, sharded, recipe.schedule(sharded), parts)

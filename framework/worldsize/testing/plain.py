@@ -8,6 +8,8 @@ from torch import nn
 
 from worldsize.core import Batch, MultiUpdateRecipe, Recipe
 from worldsize.strategies.loss_record import mean_loss
+from worldsize.strategies.multi_train_state import optimizers_of
+from worldsize.strategies.train_state import optimizer_of
 
 Step = Callable[[Batch, int], float]
 
@@ -21,7 +23,7 @@ def plain_step(recipe: Recipe, model: nn.Module) -> Step:
 
 
 def _one_update(recipe: Recipe, model: nn.Module) -> Step:
-    optimizer = recipe.optimizer(model)
+    optimizer = optimizer_of(recipe, model)
 
     def step(batch: Batch, _: int) -> float:
         loss = mean_loss(recipe.loss(model, batch))
@@ -34,7 +36,7 @@ def _one_update(recipe: Recipe, model: nn.Module) -> Step:
 
 
 def _several_updates(recipe: MultiUpdateRecipe, model: nn.Module) -> Step:
-    optimizers = recipe.optimizers(model)
+    optimizers = optimizers_of(recipe, model)
     schedules = recipe.schedules(optimizers)
 
     def step(batch: Batch, number: int) -> float:

@@ -19,6 +19,7 @@ from worldsize.core import LossOutput, MicroBatch, Recipe
 from worldsize.data.fetch import collate_of, fetch, is_iterable
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.model_replica import autocast
+from worldsize.strategies.train_state import optimizer_of
 from worldsize.testing.port_runs import PortConfig, initial_model, steps_of
 
 _DROPOUTS = (F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
@@ -78,7 +79,7 @@ def altered_losses(recipe: Recipe, config: PortConfig, alteration: Alteration) -
     if alteration.full_batch:
         config = replace(config, micro_batches=1)
     model = initial_model(recipe, config)
-    optimizer = recipe.optimizer(model)
+    optimizer = optimizer_of(recipe, model)
     alteration.groups(model, optimizer)
     schedule = recipe.schedule(optimizer)
     if schedule is not None and alteration.schedule == "next":
@@ -187,7 +188,7 @@ def _of_means() -> list[Alteration]:
 
 
 def _of_schedule(recipe: Recipe, config: PortConfig) -> list[Alteration]:
-    if recipe.schedule(recipe.optimizer(initial_model(recipe, config))) is None:
+    if recipe.schedule(optimizer_of(recipe, initial_model(recipe, config))) is None:
         return []
     told = "the learning-rate schedule: "
     return [

@@ -28,7 +28,7 @@ from worldsize.strategies.mesh.stage import Stage
 from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state
 from worldsize.strategies.synchronous import SynchronousReplica
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import TrainState, optimizer_of
 
 
 @final
@@ -70,7 +70,7 @@ class Rank:
 
     def _train_state(self, model: nn.Module, full_state: Mapping[str, object]) -> TrainState:
         """Make the optimizer of this rank's part; ``full_state`` is its unsharded state."""
-        optimizer = self.recipe.optimizer(model)
+        optimizer = optimizer_of(self.recipe, model)
         keep_held(optimizer)
         step_apart(optimizer)
         parts = ShardedOptimizerState(model, optimizer, own=optimizer, full=full_state)

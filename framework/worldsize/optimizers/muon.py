@@ -1,0 +1,117 @@
+"""Muon for the matrices of hidden layers, and AdamW for everything else, as one optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal, final
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+from worldsize.core import Range
+from worldsize.errors import ConfigError, neighbours
+from worldsize.optimizers.names import Group, check_patterns, embedding_weights, groups_of, matches
+
+_Scale = Literal["original", "match_rms_adamw", "spectral_unclamped"]
+
+
+def muon(
+    parameters: Iterable[Any],
+    lr: Annotated[float, Range(least=0)] = 1e-3,
+    weight_decay: Annotated[float, Range(least=0)] = 0.1,
+    momentum: Annotated[float, Range(least=0, most=1)] = 0.95,
+    ns_steps: Annotated[int, Range(least=1, most=99)] = 5,
+    adjust_lr_fn: Annotated[_Scale, ()] = "match_rms_adamw",
+    adamw: Mapping[str, Any] | None = None,
+) -> Optimizer:
+    """Return torch's Muon for matrices, with AdamW for embeddings and for what has another number of dimensions.
+
+    Args:
+        parameters: What torch's optimizers take; groups keep their options.
+        lr: Learning rate of both.
+        weight_decay: Decoupled weight decay of both.
+        momentum: Momentum of Muon.
+        ns_steps: Newton-Schulz iterations of an update of Muon.
+        adjust_lr_fn: Scale of an update of Muon; with "match_rms_adamw" it is as large as one of AdamW, so that both
+            may have one learning rate (Liu et al. 2025, arXiv 2502.16982).
+        adamw: Options of AdamW in place of those of both, and ``match``, patterns of matrices that it also updates,
+            such as the output layer.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or AdamW lacks an option.
+
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
+    """
+    own = dict(adamw or {})
+    patterns = own.pop("match", ())
+    given, names = groups_of(parameters)
+    check_patterns(patterns, names, key="optimizer.adamw.match")
+    _check(own)
+    options: Mapping[str, Group] = {
+        "muon": {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        },
+        "adamw": {"lr": lr, "weight_decay": weight_decay, **own},
+    }
+    embeddings, divided = embedding_weights(), list[Group]()
+    for group in given:
+        parts: dict[str, list[Tensor]] = {"muon": [], "adamw": []}
+        for each in group["params"]:
+            is_hidden = each.ndim == 2 and id(each) not in embeddings and not matches(each, patterns, names)
+            parts["muon" if is_hidden else "adamw"].append(each)
+        for algorithm, members in parts.items():
+            if members:
+                divided.append(_group(algorithm, members, {**options[algorithm], **group}))
+    return MuonAdamW(divided)
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in _KNOWN["adamw"]:
+            raise ConfigError(f"no key 'optimizer.adamw.{name}'{neighbours(name, [*_KNOWN['adamw'], 'match'])}")
+
+
+def _group(algorithm: str, parameters: list[Tensor], options: Mapping[str, Any]) -> Group:
+    """Return a complete group, whose options torch's constructor has checked; those of the other kind are left out."""
+    own = {name: value for name, value in options.items() if name in _KNOWN[algorithm]}
+    return {**_KINDS[algorithm](parameters, **own).param_groups[0], "algorithm": algorithm}
+
+
+_KINDS: Mapping[str, Callable[..., Optimizer]] = {"muon": torch.optim.Muon, "adamw": AdamW}
+_KNOWN = {name: inspect.signature(kind).parameters.keys() - {"params"} for name, kind in _KINDS.items()}
+
+
+@final
+class MuonAdamW(Optimizer):
+    """Updates each group by the algorithm that it names; made by :func:`muon`.
+
+    Args:
+        params: Groups with ``algorithm``, "muon" or "adamw", and all options of that.
+    """
+
+    def __init__(self, params: Iterable[Group]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take a step of both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for algorithm, kind in _KINDS.items():
+            part = kind([torch.zeros(1, 1)])  # takes the step for this optimizer, whose state is its own
+            part.param_groups = [group for group in self.param_groups if group["algorithm"] == algorithm]
+            part.state = self.state
+            part.step()
+        return loss
+
+
+def needs_matrices(optimizer: Optimizer) -> bool:
+    """Return whether an update of a matrix needs all of it, so that shards cannot be updated by themselves."""
+    return isinstance(optimizer, MuonAdamW | torch.optim.Muon)
