@@ -51,13 +51,10 @@ def test_a_kill_during_an_evaluation_and_another_in_a_save_cost_neither(
     assert actual["step"] == 24
 
 
-@pytest.mark.parametrize("options", [(*FSDP, "cluster.spares=1"), HYBRID], ids=["a spare", "started again"])
-def test_those_that_join_get_their_shards_from_their_peers(
-    train: Any, undisturbed: Any, options: tuple[str, ...]
-) -> None:
+def test_those_that_join_get_their_shards_from_their_peers(train: Any, undisturbed: Any) -> None:
     """Four processes again, of which some have another place than before, and save what they have there."""
-    more = ("launcher.max_restarts=2", "checkpoint.every=4", "steps=36")
-    run = train(*OPTIONS, *FOUR, *options, *more, faults(kill(1, 8), kill(0, 24), SLOW))
+    options = ("cluster.spares=1", "launcher.max_restarts=2", "checkpoint.every=4", "steps=36")
+    run = train(*OPTIONS, *FOUR, *FSDP, *options, faults(kill(1, 8), kill(0, 24), SLOW))
     assert run.code == 0, run.error
     actual = equal_parts(run.folder)
     assert {key: actual[key] for key in EQUAL} == undisturbed("clip_norm=0.5", "steps=36")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Annotated, Literal, final
 
 import torch
@@ -42,6 +43,7 @@ from worldsize.strategies.wrapping import CallingRoot, Wrap, refuse_divided_matr
 
 _WHOLE_AT_MOST = 2**30  # most bytes of gradients that accumulate="auto" keeps unsharded between micro-batches
 _Dtype = Literal["fp32", "bf16", "fp16"]
+_MESHES = count()  # torch caches what it knows of a mesh, for all of the same shape and names
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -159,7 +161,7 @@ class FSDP(Strategy):
         root = CallingRoot(model) if is_multi else model
         self._shard(recipe, model, mesh, root)
         deferred.fill(world.device, shards=torch.device("cpu") if self.cpu_offload else None)
-        copies = mesh.get_group("replicate") if mesh.size(0) > 1 else None
+        copies = mesh.get_group(0) if mesh.size(0) > 1 else None
         shards = self._accumulates_shards(
             sum(parameter.numel() * parameter.itemsize for parameter in model.parameters()), world.size
         )
@@ -180,9 +182,11 @@ class FSDP(Strategy):
             per_node = _most_on_a_node(world)
         size = self._shard_size(world.size, per_node)
         shape = (world.size // size, size)
-        return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        number = next(_MESHES)
+        return init_device_mesh(world.device.type, shape, mesh_dim_names=(f"replicate{number}", f"shard{number}"))
 
     def _shard(self, recipe: Recipe, model: nn.Module, mesh: DeviceMesh, root: nn.Module) -> None:
+        names = mesh.mesh_dim_names or ()
         # other sums over copies are those of strategies/sharded_reducer.py
         plain = mesh.size(0) == 1 or self.reduce == "ordered" or self.on_failure == "heal"
         policy = MixedPrecisionPolicy(_DTYPES.get(self.param_dtype or ""), _DTYPES.get(self.reduce_dtype or ""))
@@ -190,7 +194,7 @@ class FSDP(Strategy):
         for module in (*units(recipe, model, self.wrap, self.wrap_parameters), root):
             fully_shard(
                 module,
-                mesh=mesh["shard"] if plain else mesh,
+                mesh=mesh[names[-1]] if plain else mesh,
                 reshard_after_forward=self.reshard_after_forward,
                 mp_policy=policy,
                 offload_policy=offload,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import cast
@@ -84,21 +84,17 @@ def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: Sto
 
 
 def _forget_meshes() -> None:
-    """Clear torch's caches of operations on DTensors, which keep the meshes of groups that are destroyed.
+    """Clear torch's caches of operations on DTensors, which keep the meshes of groups that are destroyed."""
+    if "torch.distributed.tensor" not in sys.modules:  # importing it takes long
+        return
+    with suppress(ImportError, AttributeError):  # another version of torch has other caches
+        from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
 
-    A mesh is equal to an earlier one of as many ranks, in which this process may have had another place.
-    """
-    if "torch.distributed.tensor" in sys.modules:  # importing it takes long
-        from torch.distributed.tensor._collective_utils import MeshTopoInfo
-        from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-        from torch.distributed.tensor._sharding_prop import ShardingPropagator
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-        ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
-        _gen_transform_infos.cache_clear()
-        clear_redistribute_planner_cache()
-        MeshTopoInfo.build_from_mesh.cache_clear()
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
+        _redistribute._gen_transform_infos.cache_clear()
+        _redistribute.clear_redistribute_planner_cache()
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def existing_groups() -> list[ProcessGroup]:
