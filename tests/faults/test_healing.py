@@ -255,9 +255,54 @@ def test_workers_come_and_go_while_it_trains(
     assert (result["state_digest"], result["metrics_digest"]) == (alone["state_digest"], alone["metrics_digest"])
 
 
+def test_a_file_changes_the_number_of_processes_and_no_bit(
+    tmp_path: Path, reference_run: Any, environment_without_wandb: dict[str, str], begun: Any, warm_python: Path
+) -> None:
+    """2, 4 and 1 processes in one run, with nonsense in the file in between, which ends nothing."""
+    steps = ("steps=260", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
+    options = (*OPTIONS, *FOUR, *steps)
+    slow = faults({"action": "sleep", "rank": None, "step": None, "seconds": 0.02, "attempt": None})
+    policy = ("cluster.processes=2", "autoscale=file", "autoscale.every=0.1")
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(
+            [warm_python, str(REPOSITORY / "train.py"), *options, HEAL, *policy, "logger=none", "run.root=other", slow],
+            cwd=tmp_path,
+            env=environment_without_wandb,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+        )
+    folder = begun(tmp_path / "other", after=4)
+
+    def wait_for(holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    (folder / "autoscale").write_text("4")
+    wait_for(lambda: _members(folder) == 4 and len(_events(folder)) > 0)
+    (folder / "autoscale").write_text("a few")
+    wait_for(lambda: "has 'a few' where a number" in (tmp_path / "said").read_text())
+    (folder / "autoscale").write_text("1")
+    wait_for(lambda: _members(folder) == 1)
+    assert process.wait(120) == 0
+    assert (tmp_path / "said").read_text().count("'a few'") == 1
+    sizes = [len(members) for members in memberships(folder)]
+    assert (sizes[0], max(sizes), sizes[-1]) == (2, 4, 1)
+    assert {name for event in _events(folder) for name in event["asked"].values()} == {"autoscale"}
+    alone = reference_run(*options, "strategy=single", "cluster.processes=1").json("result.json")
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["state_digest"], result["metrics_digest"]) == (alone["state_digest"], alone["metrics_digest"])
+
+
+def _events(folder: Path) -> list[Any]:
+    path = folder / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def _members(folder: Path) -> int:
-    events = (folder / "events.jsonl").read_text().splitlines() if (folder / "events.jsonl").exists() else []
-    return len(json.loads(events[-1])["members"]) if events else 4
+    events = _events(folder)
+    return len(events[-1]["members"]) if events else 4
 
 
 def test_signals_still_save_and_end_a_gang_that_has_healed(
@@ -289,6 +334,7 @@ def test_signals_still_save_and_end_a_gang_that_has_healed(
         (("cluster=torchrun",), "does not tell processes which others live"),
         (("cluster.min_processes=5",), "more than the 4 processes"),
         (("strategy.on_failure=restart", "cluster.spares=1"), "nobody waits for them"),
+        (("strategy.on_failure=restart", "autoscale=file"), "whose size is fixed"),
         (("strategy.on_failure=heel",), "heal"),
     ],
 )

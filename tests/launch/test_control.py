@@ -22,7 +22,7 @@ from worldsize.core import Role
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch import control as controls
 from worldsize.launch import node
-from worldsize.launch.control import Control, ListedProcess, request
+from worldsize.launch.control import Control, JobState, ListedProcess, request
 from worldsize.launch.gang import Gang, Graces
 from worldsize.launch.members import Member, Members
 from worldsize.launch.resize import Resize
@@ -58,6 +58,13 @@ class Job:
 
     def shrink(self, count: int) -> list[str]:
         raise ConfigError(f"{count} must stay")
+
+    def resize(self, processes: int) -> list[str]:
+        changed, self.processes = abs(processes - self.processes), processes
+        return ["worker"] * changed
+
+    def state(self) -> JobState:
+        return {"step": 7, "processes": self.processes}
 
     def listed(self) -> list[ListedProcess]:
         return [{"role": "worker", "rank": rank, "pid": 100_000, "step": 100_000} for rank in range(self.processes)]
@@ -181,7 +188,7 @@ def test_a_gang_is_not_held_up_by_what_comes_to_its_control_socket(tmp_path: Pat
     members = Members({"worker": Role(1)}, member(tmp_path, end), max_restarts=0, terminal=None)
     members.add("worker", 0)
     run, graces = RunDirectory(tmp_path), Graces(1.0, 1.0, 1.0)
-    gang = Gang(run, members, private_folder(), graces, terminal=None, leads=True)
+    gang = Gang(run, members, private_folder(), graces, leads=True)
     listed: list[Any] = []
 
     def ask() -> None:
@@ -210,7 +217,7 @@ def test_a_host_that_does_not_lead_opens_no_control_socket(tmp_path: Path, monke
     members = Members({"worker": Role(1)}, member(tmp_path, end), max_restarts=0, terminal=None)
     members.add("worker", 0)
     run, graces = RunDirectory(tmp_path), Graces(1.0, 1.0, 1.0)
-    gang = Gang(run, members, private_folder(), graces, terminal=None, leads=False)
+    gang = Gang(run, members, private_folder(), graces, leads=False)
     assert gang.wait().exit_reason == "completed"
 
 

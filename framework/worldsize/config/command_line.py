@@ -20,7 +20,10 @@ from worldsize.config.schema import Schema
 from worldsize.config.search_path import main_conf, options_in, searched
 from worldsize.errors import ConfigError, neighbours
 
-GROUPS = ("cluster", "strategy", "reproducibility", "optimizer", "schedule", "data", "logger", "checkpoint", "recipe")
+GROUPS = (
+    *("cluster", "strategy", "reproducibility", "optimizer", "schedule", "data", "logger", "checkpoint", "recipe"),
+    "autoscale",
+)
 _FOLDER = "worldsize makes a run's folder itself, and stays in the working directory. Set run.root and run.name."
 REFUSED: Mapping[str, str] = {
     "hydra.run.dir": _FOLDER,

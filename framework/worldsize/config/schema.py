@@ -293,6 +293,7 @@ class Schema:
     optimizer: Any = None
     schedule: Any = None
     data: Any = None
+    autoscale: Any = None
     logger: Any = None
     listeners: dict[str, Any] = field(default_factory=dict)
 

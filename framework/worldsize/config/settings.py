@@ -21,9 +21,10 @@ from worldsize.config.sections import (
     RunConfig,
     TrainingConfig,
 )
-from worldsize.config.shape import check_activations, check_compiles, check_copies, check_heals
+from worldsize.config.shape import check_activations, check_autoscale, check_compiles, check_copies, check_heals
 from worldsize.core import (
     AgentLauncher,
+    Autoscaler,
     BatchLauncher,
     Cluster,
     ConfigError,
@@ -76,6 +77,7 @@ class Settings:
     launcher: AnyLauncher
     faults: Faults
     logical_ranks: int
+    autoscaler: Autoscaler | None  # changes the number of processes; None: only people do
 
     @property
     def excludes_slow(self) -> bool:
@@ -106,7 +108,8 @@ class Settings:
     def plan(self, folder: Path) -> Plan:
         """Return what a launcher needs to start this run, or this examination, in ``folder``."""
         variables = self.determinism.variables()
-        return Plan(folder, self.cluster, self.roles, variables, logical_ranks=self.logical_ranks)
+        ranks, policy = self.logical_ranks, self.autoscaler
+        return Plan(folder, self.cluster, self.roles, variables, logical_ranks=ranks, autoscaler=policy)
 
     def among(self, processes: int) -> Settings:
         """Return the settings of a gang that has ``processes`` members from now on."""
@@ -165,6 +168,10 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     if run.evaluates is None:
         _check_divisible(logical_ranks, workers=parts, batch=training.batch_size)
         strategy.check_micro_batches(logical_ranks // parts)
+    autoscaler = None
+    if (node := config.get("autoscale")) and not run.examine:  # older runs have no such key
+        autoscaler = build(node, Autoscaler, allowed=allowed, key="autoscale")  # type: ignore[type-abstract]
+        check_autoscale(autoscaler, roles, cluster, logical_ranks)
     recipe, initial = _with_initial(recipe_of(config), config)
     evaluation = EvaluationConfig.of(config["evaluation"], recipe.splits())
     evaluation.check_metric(keep.best, key="checkpoint.keep.best")
@@ -190,6 +197,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         launcher=launcher,
         faults=Faults.parsed(config["faults"]),
         logical_ranks=logical_ranks,
+        autoscaler=autoscaler,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from worldsize.core import Cluster, LaunchMethod, Numerics, Role, Strategy
+from worldsize.core import Autoscaler, Cluster, LaunchMethod, Numerics, Role, Strategy
 from worldsize.errors import ConfigError
 from worldsize.world.roles import heals
 
@@ -119,3 +119,24 @@ def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMet
         )
     if (least := cluster.min_processes or 1) > cluster.processes:
         raise ConfigError(f"cluster.min_processes={least} is more than the {cluster.processes} processes of the run.")
+
+
+def check_autoscale(policy: Autoscaler, roles: Mapping[str, Role], cluster: Cluster, logical_ranks: int) -> None:
+    """Raise ConfigError if a policy is to change the number of processes, and cannot, or its bounds contradict."""
+    if not heals(roles):
+        raise ConfigError(
+            "autoscale: the processes of this run are a gang, whose size is fixed. Set strategy.on_failure=heal with a "
+            "strategy that has it, such as ddp, or autoscale=none."
+        )
+    if (most := policy.max_processes) is None:
+        return
+    if most > logical_ranks:
+        raise ConfigError(
+            f"autoscale.max_processes={most}: the run has {logical_ranks} logical ranks, of which each process needs "
+            f"one. Set at most {logical_ranks}, or logical_ranks={most} or more."
+        )
+    if not (cluster.min_processes or 1) <= cluster.processes <= most:
+        raise ConfigError(
+            f"autoscale.max_processes={most} contradicts cluster.processes={cluster.processes}, with which the run "
+            f"begins. Set it to {cluster.processes} or more."
+        )

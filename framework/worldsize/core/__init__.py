@@ -1,5 +1,6 @@
 """The contracts of worldsize. Imports torch, the standard library and worldsize.errors, nothing else."""
 
+from worldsize.core.autoscaler import Autoscaler, GangState
 from worldsize.core.cluster import (
     Cluster,
     Link,
@@ -75,6 +76,7 @@ from worldsize.errors import ConfigError, NonfiniteLossError, WorldsizeError
 
 __all__ = [
     "AgentLauncher",
+    "Autoscaler",
     "Batch",
     "BatchLauncher",
     "CheckpointFailed",
@@ -95,6 +97,7 @@ __all__ = [
     "FaultPoints",
     "FilePath",
     "FolderName",
+    "GangState",
     "Job",
     "LaunchMethod",
     "Launcher",

@@ -190,6 +190,7 @@ class MembershipChanged:
         lost: Causes by the global ranks of those that died.
         joined: Global ranks of those that are new.
         seconds: Time from the interruption of this process until it goes on.
+        asked: Who asked for it ("workers" or "autoscale"), by the global ranks of those that join or leave on request.
     """
 
     step: int
@@ -198,6 +199,7 @@ class MembershipChanged:
     lost: Mapping[int, str]
     joined: tuple[int, ...]
     seconds: float
+    asked: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NotRequired, TypedDict
 
+from worldsize.core.autoscaler import Autoscaler
 from worldsize.core.cluster import Cluster, Role
 
 OF_CLUSTER = "worldsize.of_cluster"  # in a field's metadata
@@ -39,6 +40,7 @@ class Plan:
         attempt: Number of this attempt, from 1.
         secrets: Further environment variables, which must not be written, shown or put on a command line.
         logical_ranks: Logical ranks of a step, of which each process that trains needs one.
+        autoscaler: Policy that changes the number of processes; None: only people do.
     """
 
     run_dir: Path
@@ -48,6 +50,7 @@ class Plan:
     attempt: int = 1
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     logical_ranks: int = 1
+    autoscaler: Autoscaler | None = None
 
     @property
     def world_size(self) -> int:

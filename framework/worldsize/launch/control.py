@@ -31,12 +31,21 @@ class ListedProcess(TypedDict):
     step: int | None
 
 
+class JobState(TypedDict):
+    """The newest step that a process of a job has begun, and how many processes train or are about to join."""
+
+    step: int
+    processes: int
+
+
 class Resizable(Protocol):
     """Changes the processes of a job on request while it runs."""
 
     def grow(self, count: int) -> list[str]: ...
     def shrink(self, count: int) -> list[str]: ...
+    def resize(self, processes: int) -> list[str]: ...
     def listed(self) -> list[ListedProcess]: ...
+    def state(self) -> JobState: ...
 
 
 @final
@@ -139,6 +148,10 @@ class Control:
                 return _tried(lambda: self._job.grow(count))
             case {"do": "remove", "count": int(count)} if 0 < count <= MOST:
                 return _tried(lambda: self._job.shrink(count))
+            case {"do": "resize", "processes": int(processes)} if processes > 0:
+                return _tried(lambda: self._job.resize(processes))
+            case {"do": "state"}:
+                return _tried(self._job.state)
             case {"do": "list"}:
                 return _tried(self._job.listed)
         return {"error": f"no such request: {str(request)[:200]}"}

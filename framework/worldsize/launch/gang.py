@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -21,7 +21,6 @@ from worldsize.launch.interruption import Abort, Signals
 from worldsize.launch.members import Member, Members
 from worldsize.launch.membership_server import MembershipServer
 from worldsize.launch.resize import Resize
-from worldsize.launch.terminal import Terminal
 from worldsize.records.run_directory import RunDirectory
 
 
@@ -41,6 +40,7 @@ class Gang(Job):
 
     ``folder``: private folder of their heartbeats, removed at the end. ``leads``: accept requests to add and remove
     workers, which only the first host does. ``server``: tells the processes of a gang that heals of each other.
+    ``helper``: runs while it accepts such requests.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class Gang(Job):
         folder: Path,
         graces: Graces,
         *,
-        terminal: Terminal | None,
         leads: bool,
         server: MembershipServer | None = None,
+        helper: AbstractContextManager[object] | None = None,
     ) -> None:
-        self._members, self._folder, self._graces, self._terminal = members, folder, graces, terminal
-        self._server = server
+        self._members, self._folder, self._graces = members, folder, graces
+        self._server, self._helper = server, helper or nullcontext()
         self._control_sign = run.control if leads else None  # without a sign nobody could find the socket
         self._folder_watch = FolderWatch(run.manifest)
         self._abort = Abort()
@@ -69,7 +69,7 @@ class Gang(Job):
         sign = self._control_sign
         control = Control(self._folder / "control", sign, Resize(self._members, self._server)) if sign else None
         try:
-            with signals, control or nullcontext():
+            with signals, control or nullcontext(), self._helper:
                 self._join(signals, control)
                 if signals.seen and not self._abort.is_requested:
                     self._ask_to_save(signals, control)
@@ -91,8 +91,7 @@ class Gang(Job):
 
     def _ended(self, silent: Sequence[Member], signum: int) -> Outcome:
         """Show the remaining output of all processes; return how the gang ended."""
-        if self._terminal:
-            self._terminal.close()
+        self._members.close_terminal()
         for member in self._members.current:
             member.copy_error_to_log()
         return self._outcome(silent, signum)

@@ -127,6 +127,11 @@ class Members:
         if self._terminal and not any((each.role, each.rank) == (role, rank) for each in self.lost):
             self._terminal.show(f"{role} {rank}", member.log)
 
+    def close_terminal(self) -> None:
+        """Show the output that is left."""
+        if self._terminal:
+            self._terminal.close()
+
     def alive(self) -> list[Member]:
         return [member for member in self.current if member.process.is_alive()]
 

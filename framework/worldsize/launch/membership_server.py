@@ -78,15 +78,19 @@ class MembershipServer:
         else:
             self._roster.has_ended(self._rank(member))
 
-    def make_room(self, count: int) -> None:
-        """Let ``count`` more processes train; raise ConfigError if some would have no logical rank."""
-        wanted = self._roster.target
+    def make_room(self, count: int, training: Sequence[Member]) -> None:
+        """Let ``count`` more than ``training`` train; raise ConfigError if some would have no logical rank."""
+        wanted = len(training)
         if wanted + count > self._most:
             raise ConfigError(
                 f"the run has {self._most} logical ranks, which {self._most} processes can share at most; {wanted} "
                 f"train. Add at most {self._most - wanted}, or start a run with more logical_ranks."
             )
-        self._roster.target += count
+        self._roster.target = wanted + count
+
+    def note_request(self, member: Member, asked: str) -> None:
+        """Record who has asked for a process to join, or to leave."""
+        self._roster.asked[self._rank(member)] = asked
 
     def training(self, alive: Sequence[Member]) -> list[Member]:
         """Return those of ``alive`` that train or are to join, without spares and those that are about to leave."""

@@ -17,6 +17,7 @@ from typing import Annotated, ClassVar
 
 from worldsize.core import LaunchMethod, Plan, Range
 from worldsize.core.limits import GRACE, SECONDS
+from worldsize.launch.autoscale import AutoscaleProcess
 from worldsize.launch.gang import Gang, Graces
 from worldsize.launch.members import Member, Members
 from worldsize.launch.membership_server import MembershipServer
@@ -75,7 +76,9 @@ class NodeLauncher(LaunchMethod):
             server = MembershipServer(
                 members, patience=cluster.timeout, most=most, spares=cluster.spares, others=others
             )
-        return Gang(run, members, rendezvous.folder, graces, terminal=terminal, leads=node.rank == 0, server=server)
+        leads = node.rank == 0
+        helper = AutoscaleProcess(plan) if leads and plan.autoscaler else None
+        return Gang(run, members, rendezvous.folder, graces, leads=leads, server=server, helper=helper)
 
 
 @dataclass(frozen=True)

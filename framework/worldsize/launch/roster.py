@@ -39,6 +39,8 @@ class Roster:
     records: list[MembershipRecord] = field(default_factory=list)
     target: int = 0
     """Number of processes that are to train."""
+    asked: dict[int, str] = field(default_factory=dict)
+    """Who has asked for each process that is to join or to leave on request."""
     _stopped: dict[int, int] = field(default_factory=dict)  # the step of each process that waits for the next one
     _leaving: set[int] = field(default_factory=set)
     _begun: dict[int, bool] = field(default_factory=dict)  # members that train; True: they have trained a few steps
@@ -156,7 +158,9 @@ class Roster:
         steps = tuple(self._stopped[rank] for rank in members)
         ended = time.time() - (time.monotonic() - self._since)
         self.number, self._since = self.number + 1, None
-        membership = Membership(self.number, members, steps, dict(self._lost))
+        changed = {*members, *self.members} - ({*members} & {*self.members})
+        asked = {rank: self.asked.pop(rank) for rank in sorted(changed & self.asked.keys())}
+        membership = Membership(self.number, members, steps, dict(self._lost), asked)
         if members:
             self.records.append(_record(membership, self._leaving.intersection(self._stopped), ended))
         spares = set() if self._is_complete else self._stopped.keys() - {*self.members, *members}

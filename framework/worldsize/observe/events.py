@@ -133,7 +133,9 @@ def described_membership(row: Mapping[str, Any]) -> str:
     members, lost, joined, seconds = (row.get(name) for name in ("members", "lost", "joined", "seconds"))
     if not isinstance(members, list | tuple) or not isinstance(lost, Mapping) or not isinstance(joined, list | tuple):
         return "other processes train from now on"
+    asked = row.get("asked") or {}
     parts = [f"worker {rank} is lost ({cause})" for rank, cause in lost.items()]
     parts += [f"worker {rank} has joined" for rank in joined]
+    parts += [f"asked by {name}" for name in sorted({str(each) for each in asked.values()})]
     took = f" after {duration(seconds)}" if isinstance(seconds, int | float) else ""
     return f"{'; '.join(parts) or 'workers have left'}; {len(members)} train on{took}"

@@ -207,4 +207,4 @@ class HealingMember:
 def _changed(now: Membership, before: Membership | None, step: int, seconds: float) -> MembershipChanged:
     stayed = () if before is None else [rank for rank in before.members if rank not in now.lost]
     joined = () if before is None else tuple(rank for rank in now.members if rank not in stayed)
-    return MembershipChanged(step, now.number, now.members, dict(now.lost), joined, seconds)
+    return MembershipChanged(step, now.number, now.members, dict(now.lost), joined, seconds, dict(now.asked))

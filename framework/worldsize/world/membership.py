@@ -60,12 +60,14 @@ class Membership:
         members: Global ranks of the members, those of the membership before first. Their ranks are their places here.
         steps: The last step that each member has completed; NEWCOMER: it has no state.
         lost: Global ranks of those that died since the membership before, and why.
+        asked: Global ranks of those that join or leave on request, and who asked.
     """
 
     number: int
     members: tuple[int, ...]
     steps: tuple[int, ...] = ()
     lost: Mapping[int, str] = field(default_factory=dict)
+    asked: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def source(self) -> int | None:
@@ -81,14 +83,15 @@ class Membership:
 
     def message(self) -> Message:
         """Return the membership as JSON, for :meth:`read`."""
-        lost = {str(rank): cause for rank, cause in self.lost.items()}
-        return {"form": self.number, "members": list(self.members), "steps": list(self.steps), "lost": lost}
+        lost, asked = ({str(rank): text for rank, text in each.items()} for each in (self.lost, self.asked))
+        members, steps = list(self.members), list(self.steps)
+        return {"form": self.number, "members": members, "steps": steps, "lost": lost, "asked": asked}
 
     @staticmethod
     def read(message: Message) -> Membership:
         """Read what :meth:`message` returned."""
-        lost = {int(rank): str(cause) for rank, cause in message["lost"].items()}
-        return Membership(int(message["form"]), tuple(message["members"]), tuple(message["steps"]), lost)
+        lost, asked = ({int(rank): str(text) for rank, text in message[key].items()} for key in ("lost", "asked"))
+        return Membership(int(message["form"]), tuple(message["members"]), tuple(message["steps"]), lost, asked)
 
 
 def send(pipe: Pipe, message: Message) -> None:

@@ -1,0 +1,64 @@
+"""Policies that change the number of processes of a run while it trains: by a file, and by a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, final
+
+from worldsize.core import Autoscaler, ConfigError, FilePath, GangState
+
+_LONGEST = 1000  # bytes of a file with a number
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FileAutoscaler(Autoscaler):
+    """As many processes as a file says.
+
+    Args:
+        path: The file, with a number; a relative path begins at the working directory. None: ``autoscale`` in the run
+            folder.
+    """
+
+    path: Annotated[str | None, FilePath()] = None
+
+    def wanted(self, state: GangState) -> int:
+        path = Path(self.path) if self.path else state.run_dir / "autoscale"
+        try:
+            with path.open("rb") as file:
+                text = file.read(_LONGEST).decode().strip()
+        except FileNotFoundError:
+            return state.processes
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        if not (text.isascii() and text.isdigit()):
+            raise ConfigError(f"{path} has {text[:40]!r} where a number of processes should be")
+        return int(text)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ScheduleAutoscaler(Autoscaler):
+    """Another number of processes from given times on.
+
+    Args:
+        stages: Each with ``after``, seconds since the attempt began, and ``processes`` from then on; in order.
+    """
+
+    stages: Sequence[Mapping[str, float]] = ()
+
+    def __post_init__(self) -> None:
+        for stage in self.stages:
+            if stage.keys() != {"after", "processes"} or stage["processes"] != int(stage["processes"]):
+                raise ConfigError(
+                    f"autoscale.stages: {dict(stage)} is no stage. Write e.g. {{after: 3600, processes: 4}}."
+                )
+        times = [stage["after"] for stage in self.stages]
+        if times != sorted(times):
+            raise ConfigError(f"autoscale.stages begin after {times} seconds. Put them in order.")
+
+    def wanted(self, state: GangState) -> int:
+        begun = [stage for stage in self.stages if stage["after"] <= state.seconds]
+        return int(begun[-1]["processes"]) if begun else state.processes
