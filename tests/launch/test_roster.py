@@ -67,6 +67,19 @@ def test_the_others_go_on_from_the_newest_step_that_one_of_them_has_done(four: P
     assert (four.membership.source, four.membership.behind) == (1, [0])
 
 
+def test_the_record_says_from_which_step_they_really_go_on(four: Processes) -> None:
+    """If a part of the newest state is lost, they go back to one of which none is."""
+    four.roster.lose(2, "killed by SIGKILL")
+    for rank in (0, 1, 3):
+        four.stop(rank, 7)
+    assert four.roster.records[-1]["first"] == 7
+    assert four.roster.records[-1]["began"] is None
+    for rank in (0, 1, 3):
+        four.roster.take(rank, {"began": 2, "first": 5})
+    assert four.roster.records[-1]["first"] == 5
+    assert four.roster.records[-1]["began"] is not None
+
+
 def test_a_process_that_dies_while_the_others_stop_is_left_out_too(four: Processes) -> None:
     four.roster.lose(0, "first")
     four.stop(1, 4)

@@ -86,9 +86,9 @@ def test_an_error_is_that_of_a_lost_peer_only_if_the_launching_process_says_so(
 def test_the_first_steps_of_a_membership_are_reported_once(ends: tuple[MembershipChannel, Any]) -> None:
     channel, launcher = ends
     channel.begin(5, lambda: None)
-    for _ in range(6):
-        channel.begin_step()
-    assert [receive(launcher) for _ in range(2)] == [{"began": 5}, {"trained": 5}]
+    for done in range(20, 26):
+        channel.begin_step(done)
+    assert [receive(launcher) for _ in range(2)] == [{"began": 5, "first": 20}, {"trained": 5}]
     assert not launcher.poll(0.05)
 
 

@@ -64,8 +64,9 @@ class Roster:
                 any(self._begun.values()) or not _are_equal(self.records)
             ):
                 self._end()
-            case {"began": int(number)} if number == self.number:
+            case {"began": int(number), "first": int(first)} if number == self.number:
                 self._begun[rank] = False
+                self.records[-1]["first"] = first  # earlier than any member's own step if a part of that was lost
                 if self.records[-1]["began"] is None and self._begun.keys() >= set(self.members):
                     self.records[-1]["began"] = time.time()
             case {"trained": int(number)} if number == self.number:

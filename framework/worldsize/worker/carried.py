@@ -58,7 +58,7 @@ class Carried:
 
     settings: Settings
     heartbeat: Path | None
-    begin_step: Callable[[], None] = lambda: None  # raises if the gang of this process has ended
+    begin_step: Callable[[int], None] = lambda done: None  # raises if the gang of this process has ended
     finish: Callable[[], None] = lambda: None  # called when this process needs no other any more
     progress: TrainingProgress | None = None
     """What this process has done; None: nothing yet, so that it begins at the newest checkpoint."""

@@ -256,7 +256,7 @@ class Training:
             if heartbeat:
                 heartbeat.step(done)
             self._checkpoints.begin_step()
-            self._carried.begin_step()
+            self._carried.begin_step(done)
             yield step
 
     def _save(self, streams: _StreamStates, progress: TrainingProgress) -> None:

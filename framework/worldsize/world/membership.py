@@ -179,11 +179,11 @@ class MembershipChannel:
             ) from None
         return membership
 
-    def begin_step(self) -> None:
-        """Record that a step begins; raise MembershipEndedError if the membership has ended."""
+    def begin_step(self, done: int) -> None:
+        """Record that the step after ``done`` steps begins; raise MembershipEndedError if the membership has ended."""
         self._steps += 1
         if self._steps == 1:
-            self._say(began=self._number)
+            self._say(began=self._number, first=done)
         if self._steps == _SETTLED:
             self._say(trained=self._number)
         self.check()
