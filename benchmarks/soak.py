@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -188,18 +189,20 @@ def step_seconds(arguments: list[str]) -> float:
 
 
 def intervals(times: int, chance: random.Random) -> None:
-    """Let runs with different intervals of saves meet the same kills, one in 8 s on average, and compare them."""
-    choices = ["auto", "20", "80", "320"]
-    seconds: dict[str, list[float]] = {choice: [] for choice in choices}
+    """Let runs with different intervals of saves meet the same kills, one in 5 s on average, and compare them."""
+    choices = ["auto", "10", "40", "160"]
+    ends: dict[str, list[tuple[float, float, int]]] = {choice: [] for choice in choices}
     for _ in range(times):
-        kills = [chance.expovariate(1 / 8) for _ in range(100)]
+        pauses = [chance.expovariate(1 / 5) for _ in range(100)]
         for choice in choices:
-            seconds[choice].append(seconds_under_kills(choice, kills))
-            print(f"checkpoint.every={choice}: {seconds[choice][-1]:.1f} s", flush=True)
-    best = min(sum(seconds[choice]) for choice in choices[1:])
+            ends[choice].append(under_kills(choice, pauses))
+            seconds, goodput, kills = ends[choice][-1]
+            print(f"every {choice}: {seconds:.1f} s, goodput {goodput:.3f}, {kills} kills", file=sys.stderr, flush=True)
+    best = min(sum(each[0] for each in ends[choice]) for choice in choices[1:])
     for choice in choices:
-        total = sum(seconds[choice])
-        print(f"{choice:>5}: {total / times:.1f} s a run, {total / best:.3f} x the best fixed")
+        seconds, goodput, kills = (statistics.mean(values) for values in zip(*ends[choice], strict=True))
+        print(f"checkpoint.every={choice}: {seconds:.1f} s a run, {seconds * times / best:.3f} x the best fixed; "
+              f"goodput {goodput:.3f}, {kills:.1f} kills")  # fmt: skip
 
 
 def simulated(times: int, chance: random.Random) -> None:
@@ -219,24 +222,49 @@ def simulated(times: int, chance: random.Random) -> None:
               f"ratio {auto / fixed[every]:.4f}, worst fixed {min(fixed.values()):.4f}")  # fmt: skip
 
 
-def seconds_under_kills(every: str, pauses: list[float]) -> float:
-    """Train a run that is killed after each of ``pauses`` until it ends; return the seconds from its first step on."""
-    own = ["recipe=digits", "recipe.width=512", "steps=1500", "cluster.processes=2", "cluster.threads=1"]
+def under_kills(every: str, pauses: list[float]) -> tuple[float, float, int]:
+    """Train a run that is killed ``pauses`` after it has begun again; return its seconds, its goodput, and the kills.
+
+    A run that fails twice in a row at one step ends, as it should: a kill waits until the run is past the last one's.
+    """
+    own = ["recipe=digits", "recipe.width=32", "steps=600", "cluster.processes=2", "cluster.threads=1"]
     options_ = [*own, "logger=none", "log_every=1", f"checkpoint.every={every}", "launcher.max_restarts=1000"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         process = start(folder, "train", *options_)
         wait_for_step(folder, process, 0)
-        begun = time.perf_counter()
-        for pause in pauses:
-            try:
-                process.wait(pause)
-                break
-            except subprocess.TimeoutExpired:
-                if alive := workers(process.pid):
-                    os.kill(alive[0], signal.SIGKILL)
-        process.wait()
-        return time.perf_counter() - begun
+        begun, kills, step = time.perf_counter(), 0, 0
+        while has_trained(folder, process) and is_alive_after(process, pauses[kills]):
+            while abs(last_step(folder) - step) < 3 and process.poll() is None:
+                time.sleep(0.005)
+            if alive := workers(process.pid):
+                kills, step = kills + 1, last_step(folder)
+                os.kill(alive[0], signal.SIGKILL)
+                wait_for_others(process, alive)
+        if code := process.wait():
+            sys.exit(f"checkpoint.every={every}: the run ended with exit code {code} after {kills} kills")
+        return time.perf_counter() - begun, float(result(folder)["goodput"]["fraction"]), kills
+
+
+def has_trained(folder: Path, process: subprocess.Popen[bytes]) -> bool:
+    """Wait until the run has logged three further steps, though it may go back to a checkpoint; False: it ended."""
+    seen = {last_step(folder)}
+    while len(seen) < 5 and process.poll() is None:  # the one before, and that to which it goes back
+        seen.add(last_step(folder))
+        time.sleep(0.005)
+    return process.poll() is None
+
+
+def is_alive_after(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.poll() is None
+
+
+def wait_for_others(process: subprocess.Popen[bytes], dead: list[int]) -> None:
+    """Wait until a run has other processes than ``dead``, or has ended."""
+    while process.poll() is None and (not (now := workers(process.pid)) or {*now} & {*dead}):
+        time.sleep(0.005)
 
 
 def report(actual: dict[str, Any], expected: dict[str, Any]) -> None:
