@@ -75,5 +75,5 @@ def check_patterns(patterns: Any, names: Mapping[int, Sequence[str]], *, key: st
 
 
 def matches(parameter: Tensor, patterns: Sequence[str], names: Mapping[int, Sequence[str]]) -> bool:
-    """Return whether a pattern matches one of the names of ``parameter``; tied parameters have several."""
+    """Return whether a pattern matches one of the names of ``parameter`` (of any shape); tied ones have several."""
     return any(fnmatchcase(name, pattern) for name in names.get(id(parameter), ()) for pattern in patterns)

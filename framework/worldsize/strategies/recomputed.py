@@ -172,7 +172,7 @@ def _offloaded(_: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """Return the device of ``tensor``, and a copy of it in pinned memory of the host.
+    """Return the device of ``tensor``, of any shape, and a copy of it in pinned memory of the host.
 
     Parameters, which stay on the device anyway, and small tensors are not copied. Copies are in the order of the
     stream, so neither they nor the memory of ``tensor`` are used too early.
@@ -185,6 +185,6 @@ def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
 
 
 def from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
-    """Return the tensor that :func:`to_host` has packed, on its own device."""
+    """Return the tensor, of any shape, that :func:`to_host` has packed, on its own device."""
     device, tensor = packed
     return tensor.to(device, non_blocking=True)
