@@ -126,7 +126,7 @@ Step = Callable[[], float]
 def by_hand(recipe: RandomTokens, device: torch.device, numerics: Numerics) -> Iterator[Step]:
     """Yield the steps of a loop that a careful engineer writes."""
     model = recipe.model().to(device)
-    called = torch.compile(model) if numerics.compile else model
+    called: Any = torch.compile(model) if numerics.compile else model
     optimizer, (data,) = recipe.optimizer(model), recipe.data("train").tensors
     pinned = data.pin_memory() if device.type == "cuda" else data
 

@@ -102,7 +102,7 @@ def test_the_peak_of_the_allocator_is_near_what_the_plan_says(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_doctor_finds_the_device(command: Any, device: str, tmp_path: Path) -> None:
-    words = ("doctor", "cluster.processes=1", f"cluster.device={device}")
+    words = ("doctor", *GPT, f"cluster.device={device}")
     done = command(*words, cwd=tmp_path, environment=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("1 for 1 processes" in done.stdout) == (device == "cuda")
