@@ -144,7 +144,7 @@ HEAVY = (
 
 
 # what a file says in which some test, but not each, has a mark
-SAYS = {"heavy": ("mark.heavy",), "slow": ("mark.slow",), "bits": ("mark.bits", "Contract")}
+SAYS = {"heavy": ("mark.heavy",), "slow": ("mark.slow",), "bits": ("mark.bits", "Contract"), "gpu": ("DEVICES", "CUDA")}
 
 
 def is_heavy(path: Path) -> bool:
@@ -160,7 +160,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     marks = config.getoption("markexpr")
     if not collection_path.match("test_*.py"):
         return None
-    if marks == "not slow and not heavy":
+    if marks == "not slow and not heavy and not gpu":
         return is_heavy(collection_path) or None
     return (marks in SAYS and not may_have(marks, collection_path)) or None
 
