@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from worldsize.checkpoints import recovery
 from worldsize.checkpoints.copies import Generation, ShardCopies
 from worldsize.checkpoints.pieces import Held, Layout, Piece
 from worldsize.checkpoints.recovery import recovered
@@ -61,6 +63,32 @@ def restored(world: World, dead: Sequence[int]) -> list[tuple[int, int, bool]]:
 @pytest.mark.parametrize("dead", [[0], [1], [3], [0, 2], [1, 3]])
 def test_whoever_dies_without_a_peer_loses_nothing(dead: list[int]) -> None:
     assert run_in_worlds(lambda world: restored(world, dead), 4) == [[(3, 1, True)]] * 4
+
+
+def test_parts_of_any_size_are_sent_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank sends another at most 32 bytes at once, though the parts of the table have 72."""
+    monkeypatch.setattr(recovery, "_ROUND", 4 * 16)
+    send, sent, run = dist.all_to_all_single, list[int](), recovery._Exchange.run
+
+    def noted(answer: Tensor, message: Tensor, taken: list[int], given: list[int], **more: Any) -> Any:
+        sent.append(max(given))
+        return send(answer, message, taken, given, **more)
+
+    def without_copies(exchange: Any, transfers: Any) -> None:
+        sent.clear()
+        run(exchange, transfers)
+
+    monkeypatch.setattr(dist, "all_to_all_single", noted)
+    monkeypatch.setattr(recovery._Exchange, "run", without_copies)
+
+    def body(world: World) -> tuple[Any, int, int]:
+        (result,) = restored(world, [1, 3])
+        return result, max(sent), len(sent)
+
+    results = run_in_worlds(body, 4)
+    assert {result for result, _, _ in results} == {(3, 1, True)}
+    assert 0 < max(largest for _, largest, _ in results) <= 32
+    assert results[0][2] > 1
 
 
 def test_a_process_that_dies_with_its_peer_takes_a_part_along() -> None:

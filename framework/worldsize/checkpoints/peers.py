@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from worldsize.checkpoints.tree import join, ordered_like, split
 from worldsize.core import StateDict
 
 Facts = Mapping[str, Any]
+_Form = tuple[str, torch.dtype, Sequence[int]]  # name, type and shape of a tensor
+
+_MESSAGE = 16 << 20  # bytes of small tensors that are sent together
 
 
 def send_state(
@@ -27,8 +32,9 @@ def send_state(
     forms = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     for receiver in receivers:
         dist.send_object_list([values, forms, dict(facts)], group=group, group_dst=receiver)
-        for tensor in tensors.values():
-            dist.send(tensor.detach().to(device).contiguous(), group=group, group_dst=receiver)
+        for names in _messages(forms):
+            parts = [tensors[name].detach().to(device).flatten() for name in names]
+            dist.send(parts[0] if len(parts) == 1 else torch.cat(parts), group=group, group_dst=receiver)
 
 
 def receive_state(
@@ -44,8 +50,25 @@ def receive_state(
     dist.recv_object_list(received, group=group, group_src=sender)
     values, forms, facts = received
     tensors: dict[str, Tensor] = {}
-    for name, dtype, shape in forms:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(tensor, group=group, group_src=sender)
-        tensors[name] = tensor.to(places.get(name, device))
+    kinds = {name: (dtype, shape) for name, dtype, shape in forms}
+    for names in _messages(forms):
+        sizes = [math.prod(kinds[name][1]) for name in names]
+        flat = torch.empty(sum(sizes), dtype=kinds[names[0]][0], device=device)
+        dist.recv(flat, group=group, group_src=sender)
+        for name, part in zip(names, flat.split_with_sizes(sizes), strict=True):
+            own = part if len(names) == 1 else part.clone()  # else each would keep the whole message in memory
+            tensors[name] = own.view(kinds[name][1]).to(places.get(name, device))
     return ordered_like(join(values, tensors), template), facts
+
+
+def _messages(forms: Sequence[_Form]) -> Iterator[list[str]]:
+    """Yield the names of tensors of one type that are sent together, since each message costs some time."""
+    for dtype, same in groupby(sorted(forms, key=lambda form: str(form[1])), key=lambda form: form[1]):
+        names, size = list[str](), 0
+        for name, _, shape in same:
+            if names and size + math.prod(shape) * dtype.itemsize > _MESSAGE:
+                yield names
+                names, size = [], 0
+            names.append(name)
+            size += math.prod(shape) * dtype.itemsize
+        yield names

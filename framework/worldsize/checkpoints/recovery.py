@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -132,6 +133,20 @@ def _transfers(keepers: Mapping[Piece, list[int]], needed: Sequence[Sequence[Pie
                     yield _Transfer(source, target, kept, need, box)
 
 
+def _divided(transfer: _Transfer, most: int) -> Iterator[_Transfer]:
+    """Yield a transfer in parts of at most ``most`` elements, halved along their longest dimensions."""
+    sizes = transfer.sizes
+    if math.prod(sizes) <= max(1, most):
+        yield transfer
+        return
+    dimension = sizes.index(max(sizes))
+    begin, end = transfer.box[dimension]
+    middle = (begin + end) // 2
+    for half in ((begin, middle), (middle, end)):
+        box = (*transfer.box[:dimension], half, *transfer.box[dimension + 1 :])
+        yield from _divided(replace(transfer, box=box), most)
+
+
 @final
 class _Exchange:
     """Copies and sends parts of tensors; ``tensors``: those to fill; ``parts``: those that this rank keeps."""
@@ -153,8 +168,9 @@ class _Exchange:
             if pair == (self._rank, self._rank):
                 self._target(each).copy_(self._source(each))
             elif self._rank in pair:
-                rounds.setdefault(sums.get(pair, 0) // at_once, []).append(each)
-                sums[pair] = sums.get(pair, 0) + self._bytes(each)
+                for part in _divided(each, at_once // self._dtype(each).itemsize):
+                    rounds.setdefault(sums.get(pair, 0) // at_once, []).append(part)
+                    sums[pair] = sums.get(pair, 0) + self._bytes(part)
         if self._group is not None:
             last = torch.tensor(max(rounds, default=-1))
             dist.all_reduce(last, op=dist.ReduceOp.MAX, group=self._group)

@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from worldsize.config.recorded import preload
 from worldsize.core import LaunchMethod, Plan, Range
 from worldsize.core.limits import GRACE, SECONDS
 from worldsize.launch.autoscale import AutoscaleProcess
@@ -112,6 +113,7 @@ def start_process(plan: Plan, rendezvous: Rendezvous, role: str, rank: int, star
 
     placement = replace(rendezvous.placement(plan, role_ranks(plan.roles)[role].start + rank), starts=starts)
     run = RunDirectory(plan.run_dir)
+    preload(run)
     log = run.log(role, rank)
     make_folder_of(log, run)
     run.error(role, rank).unlink(missing_ok=True)  # left by an earlier attempt

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 @contextmanager
 def ready_to_fork() -> Iterator[None]:
     """Freeze the garbage collector, so that processes forked inside neither scan nor copy imported objects."""
-    import torch._dynamo  # noqa: F401 - every optimizer imports it before its first step, and that takes a second
+    import torch._dynamo  # every optimizer imports it before its first step, and that takes a second
+    import torch.distributed.checkpoint.state_dict  # noqa: F401 - whoever loads or hands over a state needs it
 
     gc.freeze()
     try:

@@ -1,0 +1,49 @@
+"""The whole state of a process arrives at its peers bit for bit, in few messages of bounded size."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from worldsize.checkpoints import peers
+from worldsize.checkpoints.peers import receive_state, send_state
+from worldsize.core import World
+from worldsize.testing.worlds import run_in_worlds
+
+
+def state(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(5, 7, generator=generator)
+    return {
+        "model": {"across": matrix.t(), "whole": matrix, "nothing": torch.zeros(0, 3), "flag": torch.tensor(seed > 0)},
+        "optimizer": [{"step": torch.tensor(float(seed)), "half": matrix.bfloat16(), "count": torch.tensor([seed])}],
+        "lr": 0.1 * seed,
+    }
+
+
+def exchanged(world: World, most: int) -> tuple[bool, int]:
+    """Let rank 1 send its state to the others; return whether it has arrived, and how many messages carry it."""
+    peers._MESSAGE = most
+    assert world.group is not None
+    expected, sent = state(7), {"skipped": 3}
+    if world.rank == 1:
+        send_state(expected, sent, [0, 2], world.group, world.device)
+        received, facts = expected, dict[str, Any](sent)
+    else:
+        received, told = receive_state(state(0), 1, world.group, world.device)
+        facts = dict(told)
+    pairs = [
+        *((received["model"][name], tensor) for name, tensor in expected["model"].items()),
+        *((received["optimizer"][0][name], tensor) for name, tensor in expected["optimizer"][0].items()),
+    ]
+    same = all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
+    forms = [(str(number), other.dtype, tuple(other.shape)) for number, (_, other) in enumerate(pairs)]
+    return same and received["lr"] == expected["lr"] and facts == sent, len([*peers._messages(forms)])
+
+
+@pytest.mark.parametrize(("most", "messages"), [(1 << 20, 4), (200, 5), (1, 7)])
+def test_a_state_arrives_whole_whatever_a_message_holds(most: int, messages: int) -> None:
+    assert run_in_worlds(partial(exchanged, most=most), 3) == [(True, messages)] * 3
