@@ -49,6 +49,7 @@ from worldsize.worker.evaluation import evaluate_splits
 from worldsize.worker.history import History
 from worldsize.worker.save_interval import save_interval
 from worldsize.worker.slow_hosts import SlowHostWatch
+from worldsize.worker.throughput import Throughput
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.preemption import PREEMPTED, Preemption
 from worldsize.world.world import threads_per_process
@@ -81,6 +82,7 @@ class Training:
         self._order = settings.order(part.rank, part.size, replica.dealing)
         self._preemption = preemption
         self._history = History(run.metrics)
+        self._throughput = Throughput(settings, world)
         self._watch: SlowHostWatch | None = None
         if settings.observe.step_breakdown and world.size > 1:
             exclude = self._exclude if settings.excludes_slow else None
@@ -143,6 +145,7 @@ class Training:
 
     def _emit(self, *events: Event) -> None:
         for event in events:
+            event = self._throughput.told(event) if isinstance(event, StepDone) else event
             is_new = self._carried.log.is_new(event)
             if isinstance(event, StepDone) and is_new:
                 self._carried.log.last = event
@@ -209,6 +212,7 @@ class Training:
             before_update=self._carried.before_update,
         )
         timer = StepTimer(world.device) if settings.observe.step_breakdown else None
+        batches = self._throughput.counting(batches)
         watched = settings.faults.within(self._watched(batches, first.step, heartbeat), first.step)
         if settings.observe.profiled:
             trace = self._run.profile(world.rank)
