@@ -34,6 +34,7 @@ def cluster_of(node: Mapping[str, Any], threads: int | None) -> Cluster:
         min_processes=node.get("min_processes"),
         spares=node.get("spares", 0),
         peak_flops=node.get("peak_flops"),
+        debug=node.get("debug", False),
     )
 
 
