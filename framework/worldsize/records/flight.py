@@ -21,8 +21,8 @@ def flight_file(log: Path) -> Path:
 
 def hang_report(logs: Sequence[Path]) -> str:
     """Return what the processes with these ``logs`` did when their gang hung, some lines each; "" if none wrote it."""
-    found = [(log.stem, record) for log in logs if (record := _read(flight_file(log))) is not None]
-    lines = [line for name, record in found[:_RANKS] for line in _lines(name, record)]
+    records = [(log.stem, record) for log in logs if (record := _read(flight_file(log))) is not None]
+    lines = [line for name, record in records[:_RANKS] for line in _lines(name, record)]
     return "\n".join(["when the gang hung:", *lines]) if lines else ""
 
 

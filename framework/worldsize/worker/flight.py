@@ -32,7 +32,7 @@ def hangs_watched(log: Path, asked: Path, *, timeout: float) -> Iterator[None]:
     Args:
         log: Log of this process.
         asked: File by which the first process that waits asks the others of its run, in the same attempt.
-        timeout: Seconds after which a collective fails.
+        timeout: Time after which a collective fails, in seconds.
     """
     watch = _Watch(flight_file(log), asked, timeout)
     watch.start()

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from worldsize.config.settings import Settings
-from worldsize.core import LossOutput, MicroBatch, MultiUpdateRecipe, Recipe, StepDone, World
+from worldsize.core import Event, LossOutput, MicroBatch, MultiUpdateRecipe, Recipe, StepDone, World
 from worldsize.cost.peaks import peak_flops
 from worldsize.reproducibility.seeds import generators_kept
 
@@ -58,14 +58,16 @@ class Throughput:
                     self._peak = None
             yield step
 
-    def told(self, done: StepDone) -> StepDone:
-        """Return ``done`` with what is known of its throughput."""
-        rate, tokens, mfu = done.samples_per_second, None, None
+    def told(self, event: Event) -> Event:
+        """Return ``event``; that of a logged step with what is known of its throughput."""
+        if not isinstance(event, StepDone):
+            return event
+        rate, tokens, mfu = event.samples_per_second, None, None
         if self._tokens is not None:
             tokens = rate * self._tokens
         if self._flops and self._peak:
             mfu = rate * self._flops / self._peak
-        return replace(done, tokens_per_second=tokens, mfu=mfu)
+        return replace(event, tokens_per_second=tokens, mfu=mfu)
 
 
 def _peak(settings: Settings, world: World) -> float | None:

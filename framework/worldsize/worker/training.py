@@ -82,7 +82,6 @@ class Training:
         self._order = settings.order(part.rank, part.size, replica.dealing)
         self._preemption = preemption
         self._history = History(run.metrics)
-        self._throughput = Throughput(settings, world)
         self._watch: SlowHostWatch | None = None
         if settings.observe.step_breakdown and world.size > 1:
             exclude = self._exclude if settings.excludes_slow else None
@@ -145,7 +144,6 @@ class Training:
 
     def _emit(self, *events: Event) -> None:
         for event in events:
-            event = self._throughput.told(event) if isinstance(event, StepDone) else event
             is_new = self._carried.log.is_new(event)
             if isinstance(event, StepDone) and is_new:
                 self._carried.log.last = event
@@ -189,6 +187,7 @@ class Training:
     ) -> TrainingProgress:
         settings, world, part = self._settings, self._world, _part(self._settings, self._world)
         batches, streams = self._data(first.step, checkpoint)
+        throughput = Throughput(settings, world)
         data, splits = self._carried.evaluation, settings.evaluation.splits
         if not self._leads:
             data.build(splits)
@@ -200,7 +199,7 @@ class Training:
 
         callbacks = LoopCallbacks(
             evaluate=evaluation,
-            emit=self._emit,
+            emit=lambda *events: self._emit(*map(throughput.told, events)),
             save=partial(self._save, streams),
             save_is_due=self._checkpoints.is_due,
             ends_early=self._ends_early,
@@ -212,8 +211,7 @@ class Training:
             before_update=self._carried.before_update,
         )
         timer = StepTimer(world.device) if settings.observe.step_breakdown else None
-        batches = self._throughput.counting(batches)
-        watched = settings.faults.within(self._watched(batches, first.step, heartbeat), first.step)
+        watched = settings.faults.within(self._watched(throughput.counting(batches), first.step, heartbeat), first.step)
         if settings.observe.profiled:
             trace = self._run.profile(world.rank)
             make_folder_of(trace, self._run)
