@@ -121,6 +121,7 @@ HEAVY = (
     "launch/test_own_launcher.py",
     "launch/test_torchrun.py",
     "observe/test_wandb.py",
+    "optimizers/test_runs.py",
     "planning/rehearsal/test_faults.py",
     "planning/rehearsal/test_real_processes.py",
     "plugins/test_agreement.py",

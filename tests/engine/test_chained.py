@@ -24,7 +24,7 @@ PARTS: list[dict[str, Any]] = [
 
 def rates(make: Any) -> list[list[float]]:
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    groups = [{"params": [parameters[0]]}, {"params": [parameters[1]], "lr": PEAK / 5}]
+    groups: list[dict[str, Any]] = [{"params": [parameters[0]]}, {"params": [parameters[1]], "lr": PEAK / 5}]
     optimizer = torch.optim.SGD(groups, lr=PEAK)
     schedule, used = make(optimizer), []
     for _ in range(STEPS):

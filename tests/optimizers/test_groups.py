@@ -51,24 +51,24 @@ def made(own: nn.Module, groups: Any, make: Callable[..., Optimizer] = ADAMW) ->
 
 def test_groups_train_as_those_written_by_hand_and_a_schedule_scales_the_rate_of_each() -> None:
     plain, own = model(), model()
-    by_hand = AdamW(
-        [
-            {"params": [plain[0].weight, plain[1].weight]},
-            {"params": [plain[1].bias, plain[2].weight, plain[2].bias], "weight_decay": 0.0},
-            {"params": [plain[3].weight, plain[3].bias], "lr": 0.005},
-        ],
-        lr=0.02,
-        weight_decay=0.1,
-    )
+    written: list[dict[str, Any]] = [
+        {"params": [plain[0].weight, plain[1].weight]},
+        {"params": [plain[1].bias, plain[2].weight, plain[2].bias], "weight_decay": 0.0},
+        {"params": [plain[3].weight, plain[3].bias], "lr": 0.005},
+    ]
+    by_hand = AdamW(written, lr=0.02, weight_decay=0.1)
     groups = {
         "no_decay": {"match": ["1.bias", "2.*"], "weight_decay": 0.0},
         "head": {"match": ["3.*", "1.*s"], "lr": 0.005},  # the first group that matches has 1.bias
     }
     optimizer = made(own, groups)
     schedules = [warmup_linear(each, steps=STEPS, warmup_steps=2) for each in (by_hand, optimizer)]
-    one = trained(plain, lambda: (by_hand.step(), schedules[0].step()))
-    two = trained(own, lambda: (optimizer.step(), schedules[1].step()))
-    assert equal(one, two)
+
+    def both(number: int) -> None:
+        (by_hand, optimizer)[number].step()
+        schedules[number].step()
+
+    assert equal(trained(plain, partial(both, 0)), trained(own, partial(both, 1)))
     assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in by_hand.param_groups]
     assert optimizer.param_groups[2]["lr"] == pytest.approx(optimizer.param_groups[0]["lr"] / 4)
 
@@ -130,8 +130,9 @@ def test_muon_updates_matrices_and_adamw_embeddings_and_the_rest_as_torchs_own_t
     plain, own = model(), model()
     first: Optimizer = torch.optim.Muon([plain[1].weight], lr=0.02, adjust_lr_fn="match_rms_adamw")
     bias = {"params": [plain[1].bias, plain[2].bias, plain[3].bias], "weight_decay": 0.0}
-    rest = [plain[0].weight, plain[2].weight, plain[3].weight]
-    second = AdamW([{"params": rest}, bias], lr=0.01, weight_decay=0.1, betas=(0.9, 0.95))
+    rest = {"params": [plain[0].weight, plain[2].weight, plain[3].weight]}
+    both: list[dict[str, Any]] = [rest, bias]
+    second = AdamW(both, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95))
     adamw = {"match": ["3.weight"], "lr": 0.01, "betas": (0.9, 0.95)}
     groups = {"bias": {"match": ["*.bias"], "weight_decay": 0.0}}
     optimizer = made(own, groups, partial(of_muon, adamw=adamw))

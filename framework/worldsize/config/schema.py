@@ -54,7 +54,9 @@ class ClusterSchema:
     has), ``price_per_hour`` of a node. ``mtbf_hours``: mean hours between two failures of a node, for planning and for
     ``checkpoint.every=auto``. ``spot_market``: price and hours between failures, reclaims among them, of a spot node.
     For a strategy that heals (``strategy.on_failure=heal``): ``min_processes``, with which it goes on at least, and
-    ``spares``: further processes, which wait to take the places of those that die.
+    ``spares``: further processes, which wait to take the places of those that die. ``peak_flops``: dense operations a
+    second of one process's device, of which the MFU is the share that the model uses (default: that of a known GPU).
+    ``debug``: NCCL and torch tell what they do, in the logs of the processes.
     """
 
     name: str = MISSING
@@ -76,6 +78,8 @@ class ClusterSchema:
     spot_market: SpotSchema = field(default_factory=SpotSchema)
     min_processes: Annotated[int | None, Range(least=1)] = None
     spares: Annotated[int, Range(least=0, most=256)] = 0
+    peak_flops: Annotated[float | None, Range(above=0, hint="it is in operations a second")] = None
+    debug: bool = False
     links: dict[str, LinkSchema] = field(default_factory=dict)
 
 

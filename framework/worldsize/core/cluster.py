@@ -61,6 +61,8 @@ class Cluster:
         device_memory: Bytes that one process may use, for planning; None: the memory of this machine.
         price_per_hour: Price of one node for an hour, in any currency, for planning.
         mtbf_hours: Mean hours between two failures of one node; None: not known.
+        peak_flops: Dense operations a second of one process's device, for the MFU; None: that of a known GPU.
+        debug: Whether NCCL and torch tell what they do, in the logs of the processes.
         spot_market: What nodes of this kind cost and how often they fail on the spot market; None: not known.
         min_processes: Least processes with which a run that heals goes on; None: 1.
         spares: Further processes of a run that heals, which wait to take the places of those that die.
@@ -82,6 +84,8 @@ class Cluster:
     spot_market: Spot | None = None
     min_processes: int | None = None
     spares: int = 0
+    peak_flops: float | None = None
+    debug: bool = False
 
     @property
     def processes_per_node(self) -> int:

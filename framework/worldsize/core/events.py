@@ -48,6 +48,9 @@ class StepDone:
         exposed_seconds: Communication time that every rank waits for: the minimum over ranks.
         metrics: Training metrics by name: the sum over all logical ranks and all steps since the last logged one,
             divided by the count.
+        tokens_per_second: Tokens of all ranks per second; None: samples have no fixed number of tokens.
+        mfu: Model FLOP utilisation: the share of the peak of all devices that the model's forward and backward pass
+            use; None: the peak is not known.
         splits: For each rank and each measured step, the seconds of data, compute, communication and update; only on
             rank 0.
     """
@@ -68,6 +71,8 @@ class StepDone:
     exposed_seconds: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     splits: Sequence[Sequence[Sequence[float]]] = ()
+    tokens_per_second: float | None = None
+    mfu: float | None = None
 
     def figures(self) -> dict[str, float]:
         """Return the values that loggers show, by name; values that were not computed or measured are left out."""
@@ -77,6 +82,8 @@ class StepDone:
             "grad_norm": self.grad_norm,
             "samples": self.samples,
             "samples_per_second": self.samples_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
             "data_seconds": self.data_seconds,
             "step_seconds": max(self.step_seconds),
             **self.metrics,

@@ -88,9 +88,9 @@ def _length(index: int, part: Mapping[str, Any], steps: int) -> int:
 
 def _factor(index: int, part: Mapping[str, Any], length: int) -> Callable[[int], float]:
     """Return what multiplies the peak in each step of a part of ``length`` steps."""
-    key, name = f"schedule.parts[{index}]", part.get("name")
+    key, name = f"schedule.parts[{index}]", str(part.get("name"))
     if name not in _NAMED:
-        raise ConfigError(f"{key}: no schedule {name!r}{neighbours(str(name), _NAMED)}")
+        raise ConfigError(f"{key}: no schedule {name!r}{neighbours(name, _NAMED)}")
     options = {option: value for option, value in part.items() if option not in ("name", "steps", "share")}
     known = inspect.signature(_NAMED[name]).parameters.keys() - {"optimizer", "steps"}
     for option in options:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NotRequired, TypedDict, final
 
 from worldsize.core import Failure, Outcome
+from worldsize.records.flight import hang_report
 from worldsize.world.heartbeat import Beat
 from worldsize.world.preemption import PREEMPTED
 
@@ -91,6 +92,10 @@ def first_failure(failed: Sequence[Ending], silent: Sequence[Ending]) -> Failure
     """Return the first failure in time; if that rank timed out waiting, blame the peer that never arrived."""
     first = min(failed, key=lambda ending: ending.time_ns)
     cause = first.cause
+    if (_is_timeout(cause) or first.exit_code == -signal.SIGABRT) and (
+        report := hang_report([ending.log for ending in (*failed, *silent)])
+    ):
+        cause = f"{cause.rstrip()}\n{report}"
     if _is_timeout(cause) and silent:
         first = min(silent, key=lambda ending: ending.beat.step if ending.beat else 0)
         at = f" at step {first.beat.step}" if first.beat else " before its first step"

@@ -124,7 +124,14 @@ class Plain:
 def figures(row: StepRow) -> str:
     """Format loss, metrics, samples per second and what was compiled of a step's row in ``metrics.jsonl``."""
     shown = {"loss": row["loss"], **row.get("metrics", {})}
-    return f"{_figures(shown)}  {row['samples_per_second']:,.0f} samples/s{_compiled(row.get('facts', {}))}"
+    return f"{_figures(shown)}  {_speed(row)}{_compiled(row.get('facts', {}))}"
+
+
+def _speed(row: StepRow) -> str:
+    speed = f"{row['samples_per_second']:,.0f} samples/s"
+    if isinstance(tokens := row.get("tokens_per_second"), int | float):
+        speed += f"  {tokens:,.0f} tokens/s"
+    return f"{speed}  MFU {mfu:.1%}" if isinstance(mfu := row.get("mfu"), int | float) else speed
 
 
 def _compiled(facts: Mapping[str, Any]) -> str:

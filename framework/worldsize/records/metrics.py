@@ -20,7 +20,16 @@ _END = 1 << 20  # bytes of a file that hold its last line
 # what follows from the computation alone; the rest of a line is time
 _COMPUTED = ("event", "step", "samples", "loss", "lr", "grad_norm", "skipped", "metrics")
 
-_OPTIONAL = ("facts", "metrics", "compute_seconds", "communication_seconds", "update_seconds", "exposed_seconds")
+_OPTIONAL = (
+    "facts",
+    "metrics",
+    "compute_seconds",
+    "communication_seconds",
+    "update_seconds",
+    "exposed_seconds",
+    "tokens_per_second",
+    "mfu",
+)
 
 
 JsonNumber = float | str  # "nan", "inf" and "-inf" are words in strict JSON
@@ -35,6 +44,8 @@ class StepRow(TypedDict):
     loss: JsonNumber
     step_seconds: list[JsonNumber]
     samples_per_second: float
+    tokens_per_second: NotRequired[JsonNumber]
+    mfu: NotRequired[JsonNumber]
     metrics: NotRequired[dict[str, JsonNumber]]
     facts: NotRequired[dict[str, Any]]
 

@@ -56,6 +56,10 @@ class RunDirectory:
         """The file to which a failing process writes its error."""
         return _of_rank(self.path / "logs", rank) / f"{role}_{rank:05d}.error.json"
 
+    def hang(self, attempt: int) -> Path:
+        """The file by which a process that waits for others asks all to write what they do."""
+        return self.path / "logs" / f"hang_{attempt}"
+
     def listener_lock(self, name: str) -> Path:
         """The lock file of the listeners of that name, one per attempt."""
         return self.path / "logs" / f"{name}.lock"

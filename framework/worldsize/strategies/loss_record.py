@@ -14,7 +14,17 @@ from torch import Tensor
 from worldsize.core import ConfigError, Loss, LossOutput
 
 # names below "train/" that each logged step has already
-STEP_FIGURES = ("loss", "lr", "grad_norm", "samples", "samples_per_second", "data_seconds", "step_seconds")
+STEP_FIGURES = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "samples",
+    "samples_per_second",
+    "data_seconds",
+    "step_seconds",
+    "tokens_per_second",
+    "mfu",
+)
 
 
 @final

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.carried import Carried
 from worldsize.worker.context import context_of
 from worldsize.worker.evaluation import evaluate_alone
+from worldsize.worker.flight import hangs_watched
 from worldsize.worker.healing import HealingMember
 from worldsize.worker.listeners import listeners_of
 from worldsize.worker.probe import introduce, probe
@@ -125,12 +126,13 @@ def _play(
 ) -> int:
     settings.determinism.apply(settings.cluster.device)
     _listen(settings, run)
-    with open_world(placement, settings.cluster, settings.roles) as world:
+    with ExitStack() as stack, open_world(placement, settings.cluster, settings.roles) as world:
         seed_generators(stream(settings.training.seed, "init"), world.device)
         settings.faults.begin(world.global_rank, placement.attempt + placement.starts)
         if settings.heals and settings.run.evaluates is None:
             return _heal(settings, run, world, placement, listeners, preemption, channel)
         _audit(settings, run, world)
+        stack.enter_context(_hangs_watched(settings, run, placement))
         replica = _replica(settings, context_of(settings, run, world, placement, preemption))
         if replica is None:
             return 0
@@ -140,6 +142,11 @@ def _play(
         listeners = listeners or listeners_of(settings, run, 0, preemption)  # it replaces a failed leader
         carried = Carried(settings, placement.heartbeat)
         return Training(settings, run, world, replica, listeners, preemption, carried).run()
+
+
+def _hangs_watched(settings: Settings, run: RunDirectory, placement: Placement) -> AbstractContextManager[None]:
+    log, asked = run.log(*role_of(placement.rank, settings.roles)), run.hang(placement.attempt)
+    return hangs_watched(log, asked, timeout=settings.cluster.timeout)
 
 
 def _heal(

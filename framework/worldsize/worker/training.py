@@ -49,6 +49,7 @@ from worldsize.worker.evaluation import evaluate_splits
 from worldsize.worker.history import History
 from worldsize.worker.save_interval import save_interval
 from worldsize.worker.slow_hosts import SlowHostWatch
+from worldsize.worker.throughput import Throughput
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.preemption import PREEMPTED, Preemption
 from worldsize.world.world import threads_per_process
@@ -186,6 +187,7 @@ class Training:
     ) -> TrainingProgress:
         settings, world, part = self._settings, self._world, _part(self._settings, self._world)
         batches, streams = self._data(first.step, checkpoint)
+        throughput = Throughput(settings, world)
         data, splits = self._carried.evaluation, settings.evaluation.splits
         if not self._leads:
             data.build(splits)
@@ -197,7 +199,7 @@ class Training:
 
         callbacks = LoopCallbacks(
             evaluate=evaluation,
-            emit=self._emit,
+            emit=lambda *events: self._emit(*map(throughput.told, events)),
             save=partial(self._save, streams),
             save_is_due=self._checkpoints.is_due,
             ends_early=self._ends_early,
@@ -209,7 +211,7 @@ class Training:
             before_update=self._carried.before_update,
         )
         timer = StepTimer(world.device) if settings.observe.step_breakdown else None
-        watched = settings.faults.within(self._watched(batches, first.step, heartbeat), first.step)
+        watched = settings.faults.within(self._watched(throughput.counting(batches), first.step, heartbeat), first.step)
         if settings.observe.profiled:
             trace = self._run.profile(world.rank)
             make_folder_of(trace, self._run)

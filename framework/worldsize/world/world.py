@@ -156,6 +156,11 @@ def device_of(placement: Placement, cluster: Cluster) -> torch.device:
 def _join(placement: Placement, cluster: Cluster, device: torch.device, gang: Sequence[int]) -> None:
     if len(gang) > _ALL_CONNECTED:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if cluster.debug:
+        os.environ.update(NCCL_DEBUG="INFO", TORCH_DISTRIBUTED_DEBUG="INFO")
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives that torch's flight recorder keeps
+    os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")  # its dump is a pickle; see worker/flight.py
     dist.init_process_group(
         cluster.backend,
         init_method=placement.store,

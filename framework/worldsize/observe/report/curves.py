@@ -98,6 +98,7 @@ def run_curves(record: Record) -> list[Chart]:
     return [
         *common_curves({"last": record}),
         *lines("Learning rate", [curve("last", record.steps, "lr")]),
+        *lines("Model FLOP utilisation", [curve("last", record.steps, "mfu")]),
         *lines("Gradient norm", [curve("last", record.steps, "grad_norm")]),
     ]
 

@@ -1,0 +1,100 @@
+"""Watches for a hang: a collective that waits for long has every process write its collectives and its stacks."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, final
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from worldsize.records.flight import flight_file
+
+_SHARE = 0.6  # of the time-out after which a collective counts as hung
+_POLLS = 20  # in the time of a time-out
+_QUICKEST, _SLOWEST = 0.1, 10.0  # seconds between two polls
+
+
+@contextmanager
+def hangs_watched(log: Path, asked: Path, *, timeout: float) -> Iterator[None]:
+    """Watch this process within the context; it writes a file beside its ``log`` if its gang hangs.
+
+    Torch's flight recorder keeps the last collectives (``TORCH_FR_BUFFER_SIZE``, set in world/); its own dump is a
+    pickle, so this reads it as JSON.
+
+    Args:
+        log: Log of this process.
+        asked: File by which the first process that waits asks the others of its run, in the same attempt.
+        timeout: Time after which a collective fails, in seconds.
+    """
+    watch = _Watch(flight_file(log), asked, timeout)
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.ended.set()
+
+
+@final
+class _Watch(threading.Thread):
+    def __init__(self, path: Path, asked: Path, timeout: float) -> None:
+        super().__init__(name="hang watch", daemon=True)
+        self.ended = threading.Event()
+        self._path, self._asked, self._timeout = path, asked, timeout
+        self._main = threading.main_thread().ident
+
+    def run(self) -> None:
+        pause = min(max(self._timeout / _POLLS, _QUICKEST), _SLOWEST)
+        with suppress(OSError, KeyError, ValueError):  # no room, no folder; or another torch, whose record is another
+            self._path.unlink(missing_ok=True)  # of an earlier attempt
+            while not self.ended.wait(pause):
+                entries = _collectives()
+                waiting = [each for each in entries if not each["retired"]]
+                oldest = min((each["time_created_ns"] for each in waiting), default=time.time_ns())
+                hangs = time.time_ns() - oldest > _SHARE * self._timeout * 1e9
+                if hangs or self._asked.exists():
+                    self._asked.touch()
+                    self._path.write_text(json.dumps(self._record(entries, waiting)))
+                    return
+
+    def _record(self, entries: Sequence[Mapping[str, Any]], waiting: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        frames = sys._current_frames()
+        return {
+            "waiting": [_plain(each) for each in waiting],
+            "last": _plain(entries[-1]) if entries else None,
+            "stack": _lines(frames.get(self._main or 0)),
+            "threads": {str(ident): _lines(frame) for ident, frame in frames.items()},
+        }
+
+
+def _collectives() -> list[Mapping[str, Any]]:
+    """Return what the flight recorder has kept, oldest first; nothing if the process is in no group."""
+    if not dist.is_initialized():
+        return []
+    dump = _distributed_c10d._dump_fr_trace_json
+    if "nccl" in dist.get_backend():
+        dump = _distributed_c10d._dump_nccl_trace_json  # type: ignore[attr-defined]
+    entries: list[Mapping[str, Any]] = json.loads(dump(True, False)).get("entries", [])
+    return entries
+
+
+def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": entry["profiling_name"],
+        "number": entry["collective_seq_id"] or entry["p2p_seq_id"],
+        "group": " ".join(entry["process_group"]),
+        "sizes": entry["input_sizes"],
+        "seconds": (time.time_ns() - entry["time_created_ns"]) / 1e9,
+    }
+
+
+def _lines(frame: Any) -> list[str]:
+    stack = traceback.extract_stack(frame) if frame is not None else []
+    return [f"{each.filename}, line {each.lineno}, in {each.name}" for each in stack]
