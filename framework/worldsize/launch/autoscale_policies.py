@@ -15,7 +15,7 @@ _LONGEST = 1000  # bytes of a file with a number
 @final
 @dataclass(frozen=True, kw_only=True)
 class FileAutoscaler(Autoscaler):
-    """As many processes as a file says.
+    """Lets as many processes train as a file says.
 
     Args:
         path: The file, with a number; a relative path begins at the working directory. None: ``autoscale`` in the run
@@ -41,7 +41,7 @@ class FileAutoscaler(Autoscaler):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ScheduleAutoscaler(Autoscaler):
-    """Another number of processes from given times on.
+    """Lets another number of processes train from given times on.
 
     Args:
         stages: Each with ``after``, seconds since the attempt began, and ``processes`` from then on; in order.

@@ -91,7 +91,8 @@ class Gang(Job):
 
     def _ended(self, silent: Sequence[Member], signum: int) -> Outcome:
         """Show the remaining output of all processes; return how the gang ended."""
-        self._members.close_terminal()
+        if terminal := self._members.terminal:
+            terminal.close()
         for member in self._members.current:
             member.copy_error_to_log()
         return self._outcome(silent, signum)

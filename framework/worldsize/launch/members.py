@@ -118,19 +118,15 @@ class Members:
         self.ended: list[Member] = []  # of the current ones
         self.lost: list[Member] = []  # they have failed, and the run has continued
         self.leaving: list[Member] = []  # they were asked to leave a gang that heals
-        self._start, self._max_restarts, self._terminal = start, max_restarts, terminal
+        self.terminal = terminal  # shows their output
+        self._start, self._max_restarts = start, max_restarts
 
     def add(self, role: str, rank: int) -> None:
         """Start a process, and show its output."""
         member = self._start(role, rank, _starts(self.lost, role, rank))
         self.current.append(member)
-        if self._terminal and not any((each.role, each.rank) == (role, rank) for each in self.lost):
-            self._terminal.show(f"{role} {rank}", member.log)
-
-    def close_terminal(self) -> None:
-        """Show the output that is left."""
-        if self._terminal:
-            self._terminal.close()
+        if self.terminal and not any((each.role, each.rank) == (role, rank) for each in self.lost):
+            self.terminal.show(f"{role} {rank}", member.log)
 
     def alive(self) -> list[Member]:
         return [member for member in self.current if member.process.is_alive()]
