@@ -33,6 +33,7 @@ MANY_FIELDS = {
     "Settings": "a typed value for each section of the configuration, and the objects that these describe",
     "RunContext": "what a process may ask of its run, each a contract of its own",
     "Attempt": "the keys of an attempt in run_manifest.json",
+    "Roster": "the state of one protocol, which does no I/O: who trains, waits, joins, leaves and has died",
     "StepDone": "what a line of metrics.jsonl says of a step; listeners of others read it",
     "Kubernetes": "options of a launcher, from which its keys of the configuration are generated",
     "SkyPilot": "options of a launcher, from which its keys of the configuration are generated",

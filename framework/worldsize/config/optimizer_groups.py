@@ -6,14 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.optim import Optimizer
-
 from worldsize.errors import ConfigError
-from worldsize.optimizers.groups import grouped
 
 
 def makes_optimizer(target: Any) -> bool:
     """Return whether ``target`` is an optimizer, or a function that is annotated to return one."""
+    from torch.optim import Optimizer  # not before: who only composes or asks for help would wait for it
+
     if isinstance(target, type):
         return issubclass(target, Optimizer)
     return inspect.signature(target).return_annotation in (Optimizer, "Optimizer")
@@ -38,6 +37,8 @@ def with_groups(node: Any, locate: Callable[[str, str], Any], key: str) -> Any:
         return node
     if "groups" not in node or "_target_" not in node or not makes_optimizer(locate(node["_target_"], key)):
         return {name: with_groups(child, locate, key) for name, child in node.items()}
+    from worldsize.optimizers.groups import grouped  # which imports torch
+
     make = {name: value for name, value in node.items() if name != "groups"}
     target = f"{grouped.__module__}.{grouped.__qualname__}"
     return {"_target_": target, "_partial_": True, "make": make, "groups": node["groups"] or {}}

@@ -91,8 +91,8 @@ class Gang(Job):
 
     def _ended(self, silent: Sequence[Member], signum: int) -> Outcome:
         """Show the remaining output of all processes; return how the gang ended."""
-        if self._members.terminal:
-            self._members.terminal.close()
+        if terminal := self._members.terminal:
+            terminal.close()
         for member in self._members.current:
             member.copy_error_to_log()
         return self._outcome(silent, signum)

@@ -118,7 +118,8 @@ class Members:
         self.ended: list[Member] = []  # of the current ones
         self.lost: list[Member] = []  # they have failed, and the run has continued
         self.leaving: list[Member] = []  # they were asked to leave a gang that heals
-        self._start, self._max_restarts, self.terminal = start, max_restarts, terminal
+        self.terminal = terminal  # shows their output
+        self._start, self._max_restarts = start, max_restarts
 
     def add(self, role: str, rank: int) -> None:
         """Start a process, and show its output."""
