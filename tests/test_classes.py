@@ -38,7 +38,6 @@ MANY_FIELDS = {
     "Kubernetes": "options of a launcher, from which its keys of the configuration are generated",
     "SkyPilot": "options of a launcher, from which its keys of the configuration are generated",
     "Slurm": "options of a launcher, from which its keys of the configuration are generated",
-    "Roster": "all that is known of a gang whose members change, decided in one place that does no I/O",
     "ParameterServer": "options of a strategy, each a key of the configuration",
 }
 FOREIGN = {  # attributes of objects that are not ours, which their libraries ask users to set

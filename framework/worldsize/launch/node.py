@@ -15,7 +15,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from worldsize.config.recorded import preload
 from worldsize.core import LaunchMethod, Plan, Range
 from worldsize.core.limits import GRACE, SECONDS
 from worldsize.launch.autoscale import AutoscaleProcess
@@ -110,6 +109,7 @@ class Rendezvous:
 def start_process(plan: Plan, rendezvous: Rendezvous, role: str, rank: int, starts: int) -> Member:
     """Start a process of this host, given its role, its rank there, and how often it was started before."""
     import worldsize.worker.process  # noqa: F401 - takes seconds, so once before the fork instead of in every worker
+    from worldsize.config.recorded import preload
 
     placement = replace(rendezvous.placement(plan, role_ranks(plan.roles)[role].start + rank), starts=starts)
     run = RunDirectory(plan.run_dir)
