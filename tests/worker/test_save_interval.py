@@ -93,12 +93,12 @@ def goodput(make: Callable[[Clock, int], SaveInterval | Fixed], mtbf: float, see
     return STEPS * STEP / clock.now
 
 
-def automatic(clock: Clock, failures: int, *, declared: float) -> SaveInterval:
+def automatic(clock: Clock, failures: int, *, declared: float | None) -> SaveInterval:
     rule = partial(_mtbf, declared)
     return SaveInterval(None, rule, emit=lambda event: None, failures=failures, seconds=clock.now, clock=clock)
 
 
-def _mtbf(declared: float, failures: int, seconds: float) -> float:
+def _mtbf(declared: float | None, failures: int, seconds: float) -> float:
     return mtbf_seconds(declared, 1, failures=failures, seconds=seconds)
 
 
@@ -113,6 +113,12 @@ def test_a_rate_that_was_declared_ten_times_too_low_is_corrected_by_the_failures
     best = max(goodput(lambda *_, steps=steps: Fixed(steps), 600.0, seed=5) for steps in (60, 120, 240, 480))
     chosen = goodput(partial(automatic, declared=10 * 600 / 3600), 600.0, seed=5)
     assert chosen >= 0.97 * best
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_failures_of_which_nothing_was_declared_shorten_the_interval_at_once(seed: int) -> None:
+    best = max(goodput(lambda *_, steps=steps: Fixed(steps), 600.0, seed) for steps in (60, 120, 240, 480))
+    assert goodput(partial(automatic, declared=None), 600.0, seed) >= 0.95 * best
 
 
 def test_the_interval_has_the_least_expected_time_of_all() -> None:

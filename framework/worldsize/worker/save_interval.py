@@ -58,11 +58,15 @@ class SaveInterval:
         self._newest = 0  # step of the newest save, or that at which the attempt began
 
     def resume(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Go on after ``step`` with what a checkpoint recorded, or a gang before; with neither, begin anew."""
+        """Go on after ``step`` with what a checkpoint recorded, or a gang before; with neither, begin anew.
+
+        All ranks call it. The interval is shortened if failures since then are reason to.
+        """
         self._newest = int(facts.get("newest", step))
         if facts:
             self.steps = self._told = int(facts["steps"])
             self._costs.recall(float(facts["save_seconds"]), float(facts["step_seconds"]))
+            self._choose(step)
 
     def handed_on(self) -> dict[str, Any]:
         """Return what a gang with other members goes on with: the newest save, the interval and its costs so far."""
@@ -98,12 +102,16 @@ class SaveInterval:
     def agree(self, step: int) -> None:
         """Choose, with all ranks, the steps from this save, of ``step``, to the next one."""
         self._costs.end_interval()
+        self.steps *= _GROWTH
+        self._choose(step)
+
+    def _choose(self, step: int) -> None:
+        """Choose the best interval of at most the present steps, with all ranks."""
         mine = (self._costs.mean(), self._costs.step_seconds, self._failures, self._clock() - self._start)
         figures = torch.tensor(mine, dtype=torch.float64)
         if self._group is not None:
             dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=self._group)
         cost, step_seconds, failures, seconds = figures.tolist()
-        self.steps *= _GROWTH
         if not (cost and step_seconds):
             return  # nothing was saved yet
         mtbf = self._mtbf(int(failures), seconds)
