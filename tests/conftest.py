@@ -124,6 +124,7 @@ HEAVY = (
     "optimizers/test_runs.py",
     "planning/rehearsal/test_faults.py",
     "planning/rehearsal/test_real_processes.py",
+    "planning/rehearsal/test_talking.py",
     "plugins/test_agreement.py",
     "plugins/test_contract.py",
     "plugins/test_easgd.py",

@@ -225,7 +225,10 @@ REFUSALS = {
         "If its _target_ takes 'amsgrad', add it: +optimizer.amsgrad=VALUE.",
     ),
     "no steps": (["steps=0"], "steps=0 must be 1 or more."),
-    "unknown precision": (["precision=fp8"], "precision='fp8' is of the wrong type: it takes one of fp32, bf16, fp16."),
+    "unknown precision": (
+        ["precision=fp7"],
+        "precision='fp7' is of the wrong type: it takes one of fp32, bf16, fp16, fp8.",
+    ),
     "two nodes on one machine": (
         ["cluster.nodes=2", "cluster.processes=2"],
         "the local launcher starts processes on one node",

@@ -27,9 +27,9 @@ SAME = {
 }
 OTHERS = {
     "tensor": ("strategy=mesh", "strategy.tensor=2", "cluster.processes=2"),
-    "pipeline": ("strategy=mesh", "strategy.pipeline=2", "cluster.processes=2"),
 }
 FURTHER = {
+    "pipeline": ("strategy=mesh", "strategy.pipeline=2", "cluster.processes=2"),
     "diloco": ("strategy=diloco", "strategy.inner_steps=3", "cluster.processes=2"),
 }
 

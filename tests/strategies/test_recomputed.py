@@ -181,7 +181,7 @@ def test_so_do_those_of_strategies_with_bits_of_their_own(train: Any, options: t
     assert len({trained(train, *words, choice)["state_digest"] for choice in choices}) == 1
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_compiled_runs_recompute_with_the_same_bits(train: Any, code: Any) -> None:
     options = (ELASTIC, "compile=true", *STRATEGIES["single"])
     kept, full = (trained(train, *options, f"activation_checkpointing={chosen}") for chosen in ("none", "full"))
