@@ -21,7 +21,6 @@ SAME = {
     "one process": ("strategy=single", "cluster.processes=1"),
     "ddp, 2": ("strategy=ddp", "cluster.processes=2"),
     "ddp, 8": ("strategy=ddp", "cluster.processes=8"),
-    "zero, 2": ("strategy=zero", "cluster.processes=2"),
     "fsdp, 4": ("strategy=fsdp", "cluster.processes=4"),
     "killed and resumed": ("strategy=ddp", "cluster.processes=2", KILLED, "launcher.max_restarts=1"),
 }
@@ -29,6 +28,7 @@ OTHERS = {
     "tensor": ("strategy=mesh", "strategy.tensor=2", "cluster.processes=2"),
 }
 FURTHER = {
+    "zero": ("strategy=zero", "cluster.processes=2"),
     "pipeline": ("strategy=mesh", "strategy.pipeline=2", "cluster.processes=2"),
     "diloco": ("strategy=diloco", "strategy.inner_steps=3", "cluster.processes=2"),
 }
