@@ -324,7 +324,7 @@ def test_doctor_refuses_a_value_in_whose_place_it_has_one_of_its_own(place: Plac
 
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
-@settings(LIGHT, max_examples=80)
+@settings(LIGHT, max_examples=40)
 @given(words=composed())
 def test_many_malformed_configurations_are_refused(place: Place, words: list[str]) -> None:
     check_refused([str(place.run) if word == RUN else word for word in words], place)
@@ -332,7 +332,7 @@ def test_many_malformed_configurations_are_refused(place: Place, words: list[str
 
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
-@settings(LIGHT, max_examples=80)
+@settings(LIGHT, max_examples=40)
 @given(words=other(), name=st.integers(0, 6))
 def test_many_malformed_commands_are_refused(place: Place, words: list[str], name: int) -> None:
     there = {RUN: str(place.run), PLACE: str(place.folder / place.places[name])}

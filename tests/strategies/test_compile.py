@@ -26,8 +26,6 @@ SAME = {
 }
 OTHERS = {
     "tensor": ("strategy=mesh", "strategy.tensor=2", "cluster.processes=2"),
-}
-FURTHER = {
     "zero": ("strategy=zero", "cluster.processes=2"),
     "pipeline": ("strategy=mesh", "strategy.pipeline=2", "cluster.processes=2"),
     "diloco": ("strategy=diloco", "strategy.inner_steps=3", "cluster.processes=2"),
@@ -75,13 +73,8 @@ def test_a_compiled_run_computes_what_an_eager_one_does_but_for_rounding(train: 
     assert any("grad_mode" in each for each in compiled["compiled"]["again"])  # evaluations have no gradients
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *(pytest.param(options, id=name, marks=pytest.mark.heavy) for name, options in OTHERS.items()),
-        *(pytest.param(options, id=name, marks=pytest.mark.slow) for name, options in FURTHER.items()),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
 def test_other_strategies_compile_what_they_compute(train: Any, code: Path, options: tuple[str, ...]) -> None:
     eager = trained(train, *options, "recipe.dropout=0")
     compiled = trained(train, *options, "recipe.dropout=0", "compile=true")
