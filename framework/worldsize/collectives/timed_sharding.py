@@ -46,9 +46,7 @@ class _TimedAllGather(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> Work | None:
         work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
-        if not async_op:
-            wait(work)
-        return work if async_op else None
+        return _begun(work, async_op=async_op)
 
 
 @final
@@ -65,6 +63,12 @@ class _TimedReduceScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Work | None:
         work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
-        if not async_op:
-            wait(work)
-        return work if async_op else None
+        return _begun(work, async_op=async_op)
+
+
+def _begun(work: Work | None, *, async_op: bool) -> Work | None:
+    """Return a collective that is to go on in the background; wait for any other."""
+    if async_op:
+        return work
+    wait(work)
+    return None

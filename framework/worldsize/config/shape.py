@@ -135,7 +135,7 @@ def check_autoscale(policy: Autoscaler, roles: Mapping[str, Role], cluster: Clus
             f"autoscale.max_processes={most}: the run has {logical_ranks} logical ranks, of which each process needs "
             f"one. Set at most {logical_ranks}, or logical_ranks={most} or more."
         )
-    if not (cluster.min_processes or 1) <= cluster.processes <= most:
+    if cluster.processes > most:
         raise ConfigError(
             f"autoscale.max_processes={most} contradicts cluster.processes={cluster.processes}, with which the run "
             f"begins. Set it to {cluster.processes} or more."

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from worldsize.errors import ConfigError, neighbours
-from worldsize.optimizers.names import Group, check_patterns, groups_of, matches
+from worldsize.optimizers.names import Group, check_patterns, divided, groups_of, matches
 
 _NO_OPTIONS = {"params", "param_names", "decoupled_weight_decay", "algorithm"}
 
@@ -50,18 +50,12 @@ def grouped(
 def _divided(
     given: Sequence[Group], groups: Mapping[str, Mapping[str, Any]], names: Mapping[int, Sequence[str]]
 ) -> list[Group]:
-    divided: list[Group] = []
-    for group in given:
-        parts: dict[str | None, list[Tensor]] = {None: [], **{name: [] for name in groups}}
-        for parameter in group["params"]:
-            owners = (name for name, each in groups.items() if matches(parameter, each["match"], names))
-            parts[next(owners, None)].append(parameter)
-        for owner, parameters in parts.items():
-            options = groups[owner] if owner is not None else {}
-            own = {key: value for key, value in options.items() if key != "match"}
-            if parameters:
-                divided.append({**group, **own, "params": parameters})
-    return divided
+    def owner_of(parameter: Tensor) -> str | None:
+        return next((name for name, each in groups.items() if matches(parameter, each["match"], names)), None)
+
+    own = {name: {key: value for key, value in each.items() if key != "match"} for name, each in groups.items()}
+    parts = divided(given, owner_of, [None, *groups])
+    return [part if owner is None else {**part, **own[owner]} for owner, part in parts]
 
 
 def _made(make: Callable[..., Optimizer], groups: list[Group]) -> Optimizer:

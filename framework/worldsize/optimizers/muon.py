@@ -12,7 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 from worldsize.core import Range
 from worldsize.errors import ConfigError, neighbours
-from worldsize.optimizers.names import Group, check_patterns, embedding_weights, groups_of, matches
+from worldsize.optimizers.names import Group, check_patterns, divided, embedding_weights, groups_of, matches
 
 _Scale = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 
@@ -59,16 +59,14 @@ def muon(
         },
         "adamw": {"lr": lr, "weight_decay": weight_decay, **own},
     }
-    embeddings, divided = embedding_weights(), list[Group]()
-    for group in given:
-        parts: dict[str, list[Tensor]] = {"muon": [], "adamw": []}
-        for each in group["params"]:
-            is_hidden = each.ndim == 2 and id(each) not in embeddings and not matches(each, patterns, names)
-            parts["muon" if is_hidden else "adamw"].append(each)
-        for algorithm, members in parts.items():
-            if members:
-                divided.append(_group(algorithm, members, {**options[algorithm], **group}))
-    return MuonAdamW(divided)
+    embeddings = embedding_weights()
+
+    def algorithm_of(parameter: Tensor) -> str:
+        is_hidden = parameter.ndim == 2 and id(parameter) not in embeddings
+        return "muon" if is_hidden and not matches(parameter, patterns, names) else "adamw"
+
+    parts = divided(given, algorithm_of, [*options])
+    return MuonAdamW(_group(algorithm, {**options[algorithm], **part}) for algorithm, part in parts)
 
 
 def _check(options: Mapping[str, Any]) -> None:
@@ -77,10 +75,10 @@ def _check(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"no key 'optimizer.adamw.{name}'{neighbours(name, [*_KNOWN['adamw'], 'match'])}")
 
 
-def _group(algorithm: str, parameters: list[Tensor], options: Mapping[str, Any]) -> Group:
+def _group(algorithm: str, options: Group) -> Group:
     """Return a complete group, whose options torch's constructor has checked; those of the other kind are left out."""
     own = {name: value for name, value in options.items() if name in _KNOWN[algorithm]}
-    return {**_KINDS[algorithm](parameters, **own).param_groups[0], "algorithm": algorithm}
+    return {**_KINDS[algorithm](options["params"], **own).param_groups[0], "algorithm": algorithm}
 
 
 _KINDS: Mapping[str, Callable[..., Optimizer]] = {"muon": torch.optim.Muon, "adamw": AdamW}

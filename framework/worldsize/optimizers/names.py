@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from worldsize.errors import ConfigError, neighbours
 
+T = TypeVar("T")
 _model: ContextVar[nn.Module | None] = ContextVar("model", default=None)
 
 Group = dict[str, Any]  # "params" and the options of a parameter group, as torch takes them
@@ -53,6 +54,23 @@ def groups_of(parameters: Iterable[Any]) -> tuple[list[Group], Mapping[int, Sequ
                 names[id(each[1])].append(each[0])
         group["params"] = [each[1] if isinstance(each, tuple) else each for each in listed]
     return groups, names
+
+
+def divided(groups: Iterable[Group], kind_of: Callable[[Tensor], T], kinds: Sequence[T]) -> Iterator[tuple[T, Group]]:
+    """Yield the parts of each group, with the parameters of one kind each, in the order of ``kinds``; none is empty.
+
+    Args:
+        groups: Groups of parameters.
+        kind_of: Returns the kind of a parameter (of any shape).
+        kinds: All kinds.
+    """
+    for group in groups:
+        parts: dict[T, list[Tensor]] = {kind: [] for kind in kinds}
+        for parameter in group["params"]:
+            parts[kind_of(parameter)].append(parameter)
+        for kind, parameters in parts.items():
+            if parameters:
+                yield kind, {**group, "params": parameters}
 
 
 def check_patterns(patterns: Any, names: Mapping[int, Sequence[str]], *, key: str) -> None:

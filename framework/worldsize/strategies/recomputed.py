@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -107,15 +107,16 @@ def kept_operations(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkp
     Attention with dropout is recomputed. A second pass that skips it would not advance the random generator, and the
     operations after it would draw other numbers than in the forward pass.
     """
-    if operation in _overloads(_PRODUCTS):
+    if operation in _overloads(_PRODUCTS):  # each operation of a pass comes by here
         return CheckpointPolicy.MUST_SAVE
     if operation in _overloads(_ATTENTION) and not _dropout(operation, args, kwargs):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _overloads(names: Sequence[str]) -> list[Any]:
-    return [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
+@cache
+def _overloads(names: tuple[str, ...]) -> frozenset[Any]:
+    return frozenset(getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name))
 
 
 def _dropout(operation: Any, args: Sequence[Any], kwargs: Any) -> float:
