@@ -69,7 +69,11 @@ class TaskScheduler:
         _logger.info("%s is retired: %s%s", name, why, f"; {unit} is dealt again" if unit else "")
 
     def next_task(self, name: str, epoch: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Record a worker's result, and wait until there is a task for it."""
+        """Record a worker's result, and wait until there is a task for it.
+
+        When the run has ended, the task is to stop, and the worker stays a member until the caller has sent it: the
+        server ends as soon as there are no members.
+        """
         with self.changed:
             if self._epoch_of.get(name) != epoch:
                 return {"do": "join"}  # it was retired meanwhile
@@ -82,9 +86,9 @@ class TaskScheduler:
                 if task := self._pool.deal(name, time.monotonic()):
                     return task
                 self.changed.wait()
-            why = self.ended or "asked to leave"
-            self.retire(name, epoch, why)
-            return {"do": "stop", "why": why}
+            if self.ended is None:
+                self.retire(name, epoch, "asked to leave")  # under the lock, so that one worker stays
+            return {"do": "stop", "why": self.ended or "asked to leave"}
 
     # ------------------------------------------------------------ for the training loop
 

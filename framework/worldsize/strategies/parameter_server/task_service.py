@@ -37,6 +37,8 @@ class TaskService:
                     raise RefusedError(f"received {header.operation.name}, expected TICK")
                 task = self._next_task(name, epoch, channel.message(header))
                 channel.send_message(Operation.TASK, task)
+                if task["do"] == "stop":
+                    self._scheduler.retire(name, epoch, task["why"])
         except LostError:
             self._scheduler.retire(name, epoch, "its connection ended")
         except RefusedError:
