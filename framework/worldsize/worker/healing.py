@@ -31,6 +31,10 @@ from worldsize.world.membership import NEWCOMER, Membership, MembershipChannel
 from worldsize.world.preemption import Preemption
 from worldsize.world.world import existing_groups, regrouped
 
+# Groups with collectives that did not finish. Whoever frees such a group waits for them, so that they are kept for as
+# long as this process lives, also after the last membership.
+_UNFINISHED: list[tuple[list[Work], list[ProcessGroup]]] = []
+
 
 @final
 class HealingMember:
@@ -57,7 +61,6 @@ class HealingMember:
         self._settings, self._run, self._placement, self._channel = settings, run, placement, channel
         self._listeners, self._preemption = listeners, preemption
         self._replica: Replica | None = None  # with the state of the last step that this process has completed
-        self._kept: list[tuple[list[Work], list[ProcessGroup]]] = []  # groups with unfinished collectives
         timeout = timedelta(seconds=settings.cluster.timeout)
         self._meetings = Meetings(placement.store, channel.check, timeout)
         self._logs = False  # whether the listeners of the whole run are among its own
@@ -131,10 +134,9 @@ class HealingMember:
         """Join the groups of a membership; return its settings and the place of this process in it."""
         if self._shards:
             self._shards.leave()
-        unfinished = INTERRUPTION.unfinished()
-        self._kept = [(works, groups) for works, groups in self._kept if not all(map(Work.is_completed, works))]
-        if unfinished:  # whoever destroys their groups would wait for them
-            self._kept.append((unfinished, existing_groups()))
+        _UNFINISHED[:] = [(works, groups) for works, groups in _UNFINISHED if not all(map(Work.is_completed, works))]
+        if unfinished := INTERRUPTION.unfinished():
+            _UNFINISHED.append((unfinished, existing_groups()))
         self._channel.begin(membership.number, connections.cut)
         settings = self._settings.among(len(membership.members))
         store = self._meetings.store(membership.number)
