@@ -352,5 +352,5 @@ def test_saves_by_measured_cost_go_on_over_changes_that_come_faster_than_they(tr
     assert run.code == 0, run.error
     assert len(memberships(run.folder)) >= 3
     saved = sorted(int(path.name[5:]) for path in (run.folder / "checkpoints").glob("step_*"))
-    assert saved[0] == 10
+    assert 10 <= saved[0] < 18  # a save in flight while another joins is made again
     assert run.json("result.json")["state_digest"] == undisturbed()["state_digest"]
