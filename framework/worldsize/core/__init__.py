@@ -27,6 +27,7 @@ from worldsize.core.events import (
     Event,
     Listener,
     MembershipChanged,
+    NodeAlert,
     RunEnded,
     RunFailed,
     RunStarted,
@@ -34,6 +35,7 @@ from worldsize.core.events import (
     StepDone,
     Straggling,
 )
+from worldsize.core.health import HealthLimits
 from worldsize.core.launcher import (
     AgentLauncher,
     BatchLauncher,
@@ -98,6 +100,7 @@ __all__ = [
     "FilePath",
     "FolderName",
     "GangState",
+    "HealthLimits",
     "Job",
     "LaunchMethod",
     "Launcher",
@@ -111,6 +114,7 @@ __all__ = [
     "Metrics",
     "MicroBatch",
     "MultiUpdateRecipe",
+    "NodeAlert",
     "Nonfinite",
     "NonfiniteLossError",
     "Numerics",
