@@ -58,7 +58,8 @@ class ClusterSchema:
     ``spares``: further processes, which wait to take the places of those that die. ``peak_flops``: dense operations a
     second of one process's device, of which the MFU is the share that the model uses (default: that of a known GPU).
     ``max_memory``: bytes of memory that one process may hold before an alert says so. ``debug``: NCCL and torch tell
-    what they do, in the logs of the processes.
+    what they do, in the logs of the processes. ``pin``: whether each process keeps to the cores and the memory of a
+    NUMA node (numa), or to cores that no other has (exclusive); auto: as numa where there are several such nodes.
     """
 
     name: str = MISSING
@@ -83,6 +84,7 @@ class ClusterSchema:
     peak_flops: Annotated[float | None, Range(above=0, hint="it is in operations a second")] = None
     max_memory: Annotated[float | None, Range(above=0, hint="it is in bytes")] = None
     debug: bool = False
+    pin: Annotated[str, OneOf("auto", "none", "numa", "exclusive")] = "auto"
     links: dict[str, LinkSchema] = field(default_factory=dict)
 
 

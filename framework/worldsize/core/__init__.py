@@ -4,6 +4,7 @@ from worldsize.core.autoscaler import Autoscaler, GangState
 from worldsize.core.cluster import (
     Cluster,
     Link,
+    Pinning,
     Role,
     Spot,
     World,
@@ -120,6 +121,7 @@ __all__ = [
     "Numerics",
     "OneOf",
     "Outcome",
+    "Pinning",
     "Plan",
     "Precision",
     "PretrainedWeights",
