@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import signal
@@ -22,7 +23,6 @@ from worldsize.observe.health.files import AlertFiles, HealthFile
 from worldsize.observe.health.rows import health_row
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.environments import host_name
-from worldsize.world.fork import ready_to_fork
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
 
@@ -56,8 +56,7 @@ class HealthProcess:
         self._process: BaseProcess = get_context("fork").Process(target=_body, args=arguments, daemon=True)
 
     def __enter__(self) -> Self:
-        with ready_to_fork():
-            self._process.start()
+        self._process.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,6 +69,7 @@ class HealthProcess:
 def _body(run: RunDirectory, limits: HealthLimits, node: int, root: int, parent: int) -> None:
     """Sample until this process is asked to end."""
     die_with_parent(parent)
+    gc.freeze()  # else it would copy the memory that it shares with its parent
     for number in (*SIGNALS, signal.SIGINT):  # the launching process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
