@@ -103,7 +103,7 @@ def test_the_counters_are_those_of_the_kernel(tmp_path: Path, ranks: list[subpro
     assert read.resident.keys() == {7, 12}
     assert read.resident[7] == pytest.approx(status(first, "VmRSS"), rel=0.02)
     assert read.resident[7] - read.resident[12] > 190e6
-    assert 1.0 <= read.own[first] < 3.0
+    assert 0.98 <= read.own[first] < 3.0  # in ticks of 10 ms
     assert read.own.keys() > {first, second}
     assert len(read.own) >= 3  # with the one that was forked
     assert os.getpid() not in read.own

@@ -110,7 +110,7 @@ def _why_not(
     if usable < machine.cores:
         return f"this process is bound to cores {shortened(usable)} of {shortened(machine.cores)} already"
     if len(nodes) == 1:
-        return "the machine has one NUMA node, in which the kernel spreads them better"
+        return "the machine has one NUMA node, so no memory is nearer than other memory"
     if gpus and any(machine.gpus.get(gpu) not in nodes for gpu in gpus):
         return "the kernel does not say to which NUMA nodes the GPUs belong"
     if not gpus and processes % len(nodes):

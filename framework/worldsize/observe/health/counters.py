@@ -19,7 +19,8 @@ from worldsize.observe.health.memory import Memory, within
 from worldsize.world.parent import RANK_NAME
 
 _INFINIBAND = Path("/sys/class/infiniband")
-_NOT_REAL = re.compile(r"lo|veth|docker|br-|virbr|cali|flannel|cni")  # their packets pass another interface, or none
+# interfaces whose packets pass another one or an adapter that counts them, too, or none
+_NOT_REAL = re.compile(r"lo\d*$|veth|docker|br-|virbr|cali|flannel|cni|tun|tap|bond|team|ib\d")
 _IB_ERRORS = ("symbol_error", "link_downed", "port_rcv_errors", "local_link_integrity_errors")
 _WORD = 4  # bytes; the unit of port_xmit_data and port_rcv_data (kernel documentation, ABI sysfs-class-infiniband)
 

@@ -56,7 +56,12 @@ class HealthProcess:
         self._process: BaseProcess = get_context("fork").Process(target=_body, args=arguments, daemon=True)
 
     def __enter__(self) -> Self:
-        self._process.start()
+        # it must not end by our own handlers of the signals that end a run
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,9 +75,8 @@ def _body(run: RunDirectory, limits: HealthLimits, node: int, root: int, parent:
     """Sample until this process is asked to end."""
     die_with_parent(parent)
     gc.freeze()  # else it would copy the memory that it shares with its parent
-    for number in (*SIGNALS, signal.SIGINT):  # the launching process decides when this one ends
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for number in SIGNALS:  # the launching process decides when this one ends, by SIGTERM
+        signal.signal(number, signal.SIG_IGN if number != signal.SIGTERM else _end)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.nice(_NICENESS)
     alerts = AlertFiles(run)
@@ -95,6 +99,10 @@ def _body(run: RunDirectory, limits: HealthLimits, node: int, root: int, parent:
         if node == 0:
             with suppress(OSError):
                 _pass_on(alerts, events)
+
+
+def _end(*_: object) -> None:
+    sys.exit(0)
 
 
 def _ticks(every: float) -> Iterator[bool]:

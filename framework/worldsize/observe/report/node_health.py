@@ -78,7 +78,7 @@ def _worst(rows: Sequence[HealthRow]) -> HealthRow:
 
 
 def _charts(rows_by_node: Mapping[int, Sequence[HealthRow]]) -> list[Chart]:
-    """Draw processors, memory, and GPUs over time: of each of a few nodes, else the range over all of them."""
+    """Draw processors, memory and GPUs over time, a line for each node."""
     start = min(rows[0]["time"] for rows in rows_by_node.values())
     pictures = []
     for title, values in (
