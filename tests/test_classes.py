@@ -28,6 +28,7 @@ MANY_FIELDS = {
     "ClusterSchema": "keys of the configuration",
     "Schema": "keys of the configuration",
     "RunDirectory": "the paths of a run folder, a line each",
+    "HealthRow": "the figures of a node, each a key of a line of JSON",
     "Settings": "a typed value for each section of the configuration, and the objects that these describe",
     "RunContext": "what a process may ask of its run, each a contract of its own",
     "Attempt": "the keys of an attempt in run_manifest.json",

@@ -35,6 +35,7 @@ def cluster_of(node: Mapping[str, Any], threads: int | None) -> Cluster:
         spares=node.get("spares", 0),
         peak_flops=node.get("peak_flops"),
         debug=node.get("debug", False),
+        pin=node.get("pin", "none"),
     )
 
 

@@ -109,7 +109,8 @@ class Settings:
         """Return what a launcher needs to start this run, or this examination, in ``folder``."""
         variables = self.determinism.variables()
         ranks, policy = self.logical_ranks, self.autoscaler
-        return Plan(folder, self.cluster, self.roles, variables, logical_ranks=ranks, autoscaler=policy)
+        health = None if self.run.examine or self.run.evaluates else self.observe.health
+        return Plan(folder, self.cluster, self.roles, variables, logical_ranks=ranks, autoscaler=policy, health=health)
 
     def among(self, processes: int) -> Settings:
         """Return the settings of a gang that has ``processes`` members from now on."""

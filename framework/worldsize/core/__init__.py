@@ -4,6 +4,7 @@ from worldsize.core.autoscaler import Autoscaler, GangState
 from worldsize.core.cluster import (
     Cluster,
     Link,
+    Pinning,
     Role,
     Spot,
     World,
@@ -27,6 +28,7 @@ from worldsize.core.events import (
     Event,
     Listener,
     MembershipChanged,
+    NodeAlert,
     RunEnded,
     RunFailed,
     RunStarted,
@@ -34,6 +36,7 @@ from worldsize.core.events import (
     StepDone,
     Straggling,
 )
+from worldsize.core.health import HealthLimits
 from worldsize.core.launcher import (
     AgentLauncher,
     BatchLauncher,
@@ -98,6 +101,7 @@ __all__ = [
     "FilePath",
     "FolderName",
     "GangState",
+    "HealthLimits",
     "Job",
     "LaunchMethod",
     "Launcher",
@@ -111,11 +115,13 @@ __all__ = [
     "Metrics",
     "MicroBatch",
     "MultiUpdateRecipe",
+    "NodeAlert",
     "Nonfinite",
     "NonfiniteLossError",
     "Numerics",
     "OneOf",
     "Outcome",
+    "Pinning",
     "Plan",
     "Precision",
     "PretrainedWeights",

@@ -11,6 +11,9 @@ if TYPE_CHECKING:  # torch takes seconds, and commands that compute nothing name
     from torch.distributed import ProcessGroup
 
 
+Pinning = Literal["auto", "none", "numa", "exclusive"]
+
+
 @dataclass(frozen=True)
 class Link:
     """One tier of the interconnect. A link of tier "device" or "node" belongs to one rank, "network" to one node.
@@ -66,6 +69,8 @@ class Cluster:
         spot_market: What nodes of this kind cost and how often they fail on the spot market; None: not known.
         min_processes: Least processes with which a run that heals goes on; None: 1.
         spares: Further processes of a run that heals, which wait to take the places of those that die.
+        pin: Whether a process keeps to the cores and the memory of a NUMA node ("numa") or to a part of these that is
+            its own ("exclusive"); "auto": as "numa" where that helps.
     """
 
     name: str
@@ -86,6 +91,7 @@ class Cluster:
     spares: int = 0
     peak_flops: float | None = None
     debug: bool = False
+    pin: Pinning = "none"
 
     @property
     def processes_per_node(self) -> int:

@@ -137,6 +137,7 @@ class Straggling:
         slower: Slowdown factor: busy time relative to the median of its peers, or the peers' bandwidth relative to that
             of its link.
         since: First step at which the rank was slow.
+        health: What was wrong with its host in that time, in words; empty: nothing, or nothing is known.
     """
 
     step: int
@@ -146,6 +147,32 @@ class Straggling:
     cause: Literal["data", "compute", "network"]
     slower: float
     since: int
+    health: str = ""
+
+
+@dataclass(frozen=True)
+class NodeAlert:
+    """A figure of a node's health is beyond its limit.
+
+    Attributes:
+        node: Index of the node.
+        host: Name of its host.
+        what: The figure: "memory", "process_memory", "swap", "disk", "network", "temperature", "throttled" or "ecc".
+        value: The figure, in the unit of its limit in :class:`HealthLimits`.
+        limit: The limit.
+        rank: Global rank of the process that it is about; None: it is about the node.
+        gpu: The node's GPU that it is about; None: none.
+        detail: What else is known, in words.
+    """
+
+    node: int
+    host: str
+    what: str
+    value: float
+    limit: float
+    rank: int | None = None
+    gpu: int | None = None
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -232,6 +259,7 @@ Event = (
     | CheckpointSaved
     | CheckpointFailed
     | Straggling
+    | NodeAlert
     | DataWorkersChanged
     | SaveIntervalChanged
     | MembershipChanged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, read_result, writing
+from worldsize.world.pinning import pins_here
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +61,8 @@ def _say_restart(failure: Failure, count: str) -> None:
 
 def _attempt(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord, console: Console) -> Outcome:
     run = record.directory
-    number = record.begin_attempt(launcher.other_hosts, world_size=plan.world_size)
+    pinning = pins_here(plan.cluster, os.environ).describe()
+    number = record.begin_attempt(launcher.other_hosts, world_size=plan.world_size, pinning=pinning)
     settings.strategy.prepare(run.servers(number))
     job = launcher.launch(replace(plan, attempt=number))
     with Progress(run.metrics, settings.training.steps, console):

@@ -15,13 +15,17 @@ from worldsize.core import (
     DataWorkersChanged,
     Event,
     MembershipChanged,
+    NodeAlert,
     SaveIntervalChanged,
     Straggling,
 )
 from worldsize.messages import duration
+from worldsize.observe.health.rows import described_alert
 from worldsize.records.json_lines import Row
 
 _logger = logging.getLogger(__name__)
+
+NODE_ALERT = "node_alert"  # the name of the event of a NodeAlert
 
 # keys that an event of each name has for whole numbers
 _NUMBERS = {
@@ -30,6 +34,7 @@ _NUMBERS = {
     "checkpoint_failed": ("step", "in_a_row"),
     "save_interval": ("step", "steps"),
     "membership": ("step", "number"),
+    NODE_ALERT: ("node",),
 }
 
 
@@ -52,6 +57,9 @@ class EventLog:
             case Straggling():
                 _logger.warning("%s", described(event))
                 self._write("straggling", asdict(event))
+            case NodeAlert():
+                _logger.warning("%s", described_alert(asdict(event)))
+                self._write_if_possible(NODE_ALERT, asdict(event))
             case CheckpointFailed():
                 _logger.warning("step %s: %s", event.step, described_failure(asdict(event)))
                 self._write_if_possible("checkpoint_failed", asdict(event))
@@ -86,12 +94,16 @@ def described(event: Straggling) -> str:
     if event.cause == "network":
         return (
             f"the link of {event.host}, where rank {event.rank} is, carries {1 / event.slower:.0%} of what most do; "
-            f"all have waited for the network since step {event.since} or before."
+            f"all have waited for the network since step {event.since} or before{_in_brackets(event.health)}."
         )
     return (
         f"rank {event.rank} on {event.host} ({event.device}) has been {event.slower - 1:.0%} slower than its peers "
-        f"since step {event.since}: {_CAUSES[event.cause]}."
+        f"since step {event.since}: {_CAUSES[event.cause]}{_in_brackets(event.health)}."
     )
+
+
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
 
 
 def described_failure(row: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from worldsize.core import (
     Evaluated,
     Event,
     MembershipChanged,
+    NodeAlert,
     RunEnded,
     RunFailed,
     StepDone,
@@ -23,6 +24,8 @@ from worldsize.core import (
     logged_name,
 )
 from worldsize.observe.events import described, described_failure, described_membership
+from worldsize.observe.health.rows import described_alert
+from worldsize.observe.health.summary import NodesHealth, health_figures
 
 if TYPE_CHECKING:
     import wandb
@@ -51,6 +54,7 @@ class WandbListener:
         folder: Path,
     ) -> None:
         facts = {"project": project, "id": run_id, "name": run_id, "group": group, "dir": folder}
+        self._health = NodesHealth(folder)
         self._run = _start(mode, **facts, config={**config, "manifest": _facts(manifest)})
         if self._run.settings.mode != "disabled":
             _logger.info("wandb: %s", _place(self._run))
@@ -58,11 +62,14 @@ class WandbListener:
     def __call__(self, event: Event) -> None:
         match event:
             case StepDone():
-                self._run.log({f"train/{name}": value for name, value in event.figures().items()}, step=event.step)
+                figures = {f"train/{name}": value for name, value in event.figures().items()}
+                self._run.log({**figures, **health_figures(self._health.new())}, step=event.step)
             case Evaluated(step=step, metrics=metrics):
                 self._run.log({logged_name(name): value for name, value in metrics.items()}, step=step)
             case Straggling(rank=rank):
                 self._run.alert(f"rank {rank} is slow", described(event), level="WARN")
+            case NodeAlert(what=what, host=host):
+                self._run.alert(f"{host}: {what}", described_alert(asdict(event)), level="WARN")
             case CheckpointFailed(step=step):
                 self._run.alert(f"no checkpoint of step {step}", described_failure(asdict(event)), level="ERROR")
             case MembershipChanged(lost=lost, members=members) if lost:

@@ -10,7 +10,10 @@ if TYPE_CHECKING:  # it imports torch, for which those who only read a level do 
     from worldsize.reproducibility.determinism import Determinism
 
 LEVELS = ("none", "tolerance", "same-topology bitwise", "bitwise")
-NOT_TRAINED = ("run", "launch", "launcher", "logger", "listeners", "checkpoint", "allow_targets", "faults", "autoscale")
+NOT_TRAINED = (
+    *("run", "launch", "launcher", "logger", "listeners", "observe", "checkpoint", "allow_targets", "faults"),
+    "autoscale",
+)
 _NOT_COMPUTED = (*NOT_TRAINED, "strategy", "cluster", "reproducibility")
 
 

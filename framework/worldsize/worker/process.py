@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from worldsize.engine.averaging import AveragedReplica
 from worldsize.engine.before_update import BeforeUpdate
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import show_messages
+from worldsize.observe.health.process import HealthProcess
 from worldsize.observe.transport import audit, listen_to_nccl, transport_warning, write
 from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.records.run_record import opened, writing
@@ -37,6 +38,7 @@ from worldsize.worker.training import Training
 from worldsize.world.connections import Connections
 from worldsize.world.environments import Placement, placement
 from worldsize.world.membership import MembershipChannel
+from worldsize.world.parent import name_process
 from worldsize.world.preemption import Preemption
 from worldsize.world.roles import role_of
 from worldsize.world.world import check_size, open_world
@@ -92,13 +94,23 @@ def play(run: RunDirectory, placement: Placement, channel: MembershipChannel | N
         if settings.run.evaluates is not None:
             return _play(settings, run, placement, [], Preemption([]), None)  # signals end it
         preemption = Preemption(settings.checkpoint.signals)
-        listeners = listeners_of(settings, run, placement.rank, preemption)
-        return _play(settings, run, placement, listeners, preemption, channel)
+        name_process(placement.rank)
+        with _health_watched(settings, run, placement):
+            listeners = listeners_of(settings, run, placement.rank, preemption)
+            return _play(settings, run, placement, listeners, preemption, channel)
     except BaseException as error:
         _write_error(run, _error_file(run, placement, settings), error)
         for listener in listeners:  # after the error is written, since a logger may be slow
             listener(RunFailed(f"{type(error).__name__}: {error}"))
         raise
+
+
+def _health_watched(settings: Settings, run: RunDirectory, placement: Placement) -> AbstractContextManager[object]:
+    """Watch this node if no launching process does, as for processes that torchrun, srun or mpirun has started."""
+    limits, has_launcher = settings.observe.health, placement.heartbeat is not None
+    if limits is None or has_launcher or placement.local_rank:
+        return nullcontext()
+    return HealthProcess(run.path, limits, node=placement.node_rank, root=os.getppid())
 
 
 def _error_file(run: RunDirectory, placement: Placement, settings: Settings | None) -> Path:
