@@ -27,6 +27,8 @@ WAYS = {
     "hierarchical, bf16": ("strategy.reduce=hierarchical", "strategy.compress=bf16"),
     "hierarchical, int8": ("strategy.reduce=hierarchical", "strategy.compress=int8"),
     "hierarchical, powersgd 4": ("strategy.reduce=hierarchical", "strategy.compress=powersgd"),
+    "hierarchical, topk 1 %": ("strategy.reduce=hierarchical", "strategy.compress=topk"),
+    "hierarchical, randomk 1 %": ("strategy.reduce=hierarchical", "strategy.compress=randomk"),
     "flat, int8": ("strategy.compress=int8",),
 }
 SHORT, LONG = 4, 12  # steps; the difference in bytes is that of steps alone

@@ -2,8 +2,8 @@
 
 Purposes in use: ``init`` (model initialisation, the same on every rank), ``order`` (epoch),
 ``data`` (step, logical rank; augmentation and data workers; without both, what the recipe draws while it makes its
-data), ``pass`` (number, reader; what a stream draws when it begins), ``step`` (step, logical rank; dropout) and
-``evaluation/SPLIT`` (step; then batch).
+data), ``pass`` (number, reader; what a stream draws when it begins), ``step`` (step, logical rank; dropout),
+``sparse`` (step, bucket; which gradients are sent) and ``evaluation/SPLIT`` (step; then batch).
 """
 
 from __future__ import annotations
