@@ -21,7 +21,7 @@ WORK = Workload(8e8, 1.6e9, compute_seconds=0.4, update_seconds=0.04, overlap=0.
 
 def cluster(nodes: int, per_node: int, device: str = "cpu") -> Cluster:
     backend = "gloo" if device == "cpu" else "nccl"
-    return Cluster("test", nodes, nodes * per_node, device, backend, links=LINKS)  # type: ignore[arg-type]
+    return Cluster("test", nodes, nodes * per_node, device, backend, links=LINKS)
 
 
 def test_a_rank_with_more_micro_batches_updates_once_and_overlaps_with_the_last_backward_pass() -> None:

@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, TypedDict
 
-import torch
-
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, Plan, Recipe
+from worldsize.devices import device_count
 from worldsize.driver.host_check import facts_of
 from worldsize.errors import WorldsizeError
 from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
@@ -86,7 +85,7 @@ def _facts(settings: Settings, run: RunDirectory, place: Node, port: int) -> dic
         **facts_of(settings.recipe, place),
         "data": _unreadable(settings.recipe),
         "folder": {"path": str(run.path), "error": None, "free": shutil.disk_usage(run.path).free},
-        "devices": torch.cuda.device_count() if settings.cluster.device == "cuda" else 0,
+        "devices": device_count(settings.cluster.device) if settings.cluster.device != "cpu" else 0,
         "first": _first(place, port),
         "interface": _interface(settings.cluster, place),
         "interfaces": interfaces(),
