@@ -33,6 +33,7 @@ from worldsize.core.events import (
     SaveIntervalChanged,
     StepDone,
     Straggling,
+    TransportFellBack,
 )
 from worldsize.core.launcher import (
     AgentLauncher,
@@ -144,6 +145,7 @@ __all__ = [
     "Straggling",
     "Strategy",
     "TensorStyle",
+    "TransportFellBack",
     "Update",
     "Workload",
     "World",

@@ -17,6 +17,7 @@ from worldsize.core import (
     MembershipChanged,
     SaveIntervalChanged,
     Straggling,
+    TransportFellBack,
 )
 from worldsize.messages import duration
 from worldsize.records.json_lines import Row
@@ -64,6 +65,8 @@ class EventLog:
             case MembershipChanged():
                 _logger.warning("after step %s: %s", event.step, described_membership(asdict(event)))
                 self._write("membership", asdict(event))
+            case TransportFellBack():
+                self._write("transport", asdict(event))  # logged where it was found
 
     def _write_if_possible(self, name: str, facts: Mapping[str, Any]) -> None:
         """Write an event of a disk that may take nothing: what it said is in the process's log, too, if that is so."""
