@@ -19,6 +19,7 @@ CONF = Path(__file__).parents[1] / "conf"
 MODULES = sorted(FRAMEWORK.rglob("*.py"))
 FLOORS = (  # from the ground up: a package imports only from those before it
     "errors",
+    "devices",
     "messages",
     "files",
     "strict_json",

@@ -16,6 +16,7 @@ from worldsize.checkpoints.tree import split
 from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.collectives.step_timer import wait
 from worldsize.core import StateDict
+from worldsize.devices import synchronize
 
 
 @final
@@ -155,6 +156,8 @@ class _Buffers:
         copied(tensors, self.own)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        else:
+            synchronize(self._device)
 
     def sent(self, group: ProcessGroup) -> Work | None:
         """Start to send this rank's copies to its peer, and to receive those of another."""

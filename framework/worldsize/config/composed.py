@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, task_overrides
@@ -21,6 +20,7 @@ from worldsize.config.settings import Settings, load_settings, logical_ranks_wan
 from worldsize.config.shape import with_processes
 from worldsize.data.fetch import is_iterable
 from worldsize.data.order import epoch_length, steps_of
+from worldsize.devices import device_count
 from worldsize.errors import ConfigError
 
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]?) ?(step|epoch|sample|token)s?")
@@ -106,7 +106,8 @@ def _with_profile_in_run(settings: Settings) -> Settings:
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    gpus = torch.cuda.device_count() if config["cluster"]["device"] == "cuda" else 0
+    kind = config["cluster"]["device"] or "cpu"  # null: decided by the number of GPUs, which are other machines'
+    gpus = device_count(kind) if kind != "cpu" else 0
     group = config["run"]["group"] or (sweep_folder() if is_sweep() else choices().get("experiment"))
     places = {"import_path": [str(root) for root in roots()], "packages": [each.module for each in installed()]}
     run = {**config["run"], "group": group, **places}

@@ -66,7 +66,7 @@ class ClusterSchema:
     nodes: Annotated[int, Range(least=1, most=1_000_000)] = 1
     processes: Annotated[int | None, Range(most=1_000_000)] = None
     processes_per_node: Annotated[int | None, Range(least=1, most=4096)] = None
-    device: Annotated[str | None, OneOf("cpu", "cuda")] = "cpu"
+    device: str | None = "cpu"  # any kind of device that torch knows, see worldsize.devices
     backend: str | None = None
     threads: Annotated[int | None, Range(least=1, most=4096)] = None
     timeout: Annotated[float, SECONDS] = 600.0

@@ -21,7 +21,14 @@ from worldsize.config.sections import (
     RunConfig,
     TrainingConfig,
 )
-from worldsize.config.shape import check_activations, check_autoscale, check_compiles, check_copies, check_heals
+from worldsize.config.shape import (
+    check_activations,
+    check_autoscale,
+    check_compiles,
+    check_copies,
+    check_device,
+    check_heals,
+)
 from worldsize.core import (
     AgentLauncher,
     Autoscaler,
@@ -155,7 +162,9 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     _check_groups(config, allowed)
     numerics = build(config["numerics"], Numerics, allowed=allowed, key="numerics")
     strategy.check_numerics(numerics)
-    check_compiles(numerics, strategy, exact=determinism.mode if determinism.deterministic else None)
+    exact = determinism.mode if determinism.deterministic else None
+    check_compiles(numerics, strategy, exact=exact)
+    check_device(numerics, cluster, exact=exact)
     check_activations(numerics, strategy, cluster)
     roles = strategy.roles(cluster)
     run = RunConfig.of(config["run"])

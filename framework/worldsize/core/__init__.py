@@ -35,6 +35,7 @@ from worldsize.core.events import (
     SaveIntervalChanged,
     StepDone,
     Straggling,
+    TransportFellBack,
 )
 from worldsize.core.health import HealthLimits
 from worldsize.core.launcher import (
@@ -150,6 +151,7 @@ __all__ = [
     "Straggling",
     "Strategy",
     "TensorStyle",
+    "TransportFellBack",
     "Update",
     "Workload",
     "World",

@@ -54,7 +54,7 @@ class Cluster:
         name: Name of the configuration, such as "ssh".
         nodes: Number of hosts.
         processes: Processes on all nodes together; every node has the same number.
-        device: Device on which processes train.
+        device: Kind of device on which processes train, by torch's name: "cpu", "cuda", "xpu".
         backend: Backend of torch.distributed, such as "gloo" or "nccl".
         threads: Threads of each process; None: the node's cores divided by its processes.
         timeout: Seconds that a process waits for its peers.
@@ -76,7 +76,7 @@ class Cluster:
     name: str
     nodes: int
     processes: int
-    device: Literal["cpu", "cuda"]
+    device: str
     backend: str
     threads: int | None = None
     timeout: float = 600.0

@@ -237,6 +237,21 @@ class MembershipChanged:
 
 
 @dataclass(frozen=True)
+class TransportFellBack:
+    """The collectives use a slower transport than the cluster declares, such as sockets instead of InfiniBand.
+
+    Attributes:
+        reason: What is used and what is declared, in a sentence, and the remedy.
+        ranks: Number of processes that use each transport: "nvlink", "shm", "ib", "socket".
+        interface: Interface or adapter that the first process uses; None: not known.
+    """
+
+    reason: str
+    ranks: Mapping[str, int]
+    interface: str | None
+
+
+@dataclass(frozen=True)
 class RunFailed:
     """The run failed on this rank, because of ``cause``."""
 
@@ -263,6 +278,7 @@ Event = (
     | DataWorkersChanged
     | SaveIntervalChanged
     | MembershipChanged
+    | TransportFellBack
     | RunFailed
     | RunEnded
 )

@@ -11,14 +11,16 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, TypedDict
 
 import torch
+from rich.console import Console
 
 from worldsize.config.settings import Settings
-from worldsize.core import Cluster, Plan, Recipe
+from worldsize.core import BatchLauncher, Cluster, Plan, Recipe
+from worldsize.devices import device_count
 from worldsize.driver.host_check import facts_of
 from worldsize.errors import WorldsizeError
 from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
@@ -28,8 +30,10 @@ from worldsize.launch.meeting import arrivals, reach
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.port_probe import PortProbe, probe_all
 from worldsize.launch.run_key import read_key
-from worldsize.planning.doctor.findings import read_facts, write_facts
+from worldsize.planning.doctor.evaluate import evaluate
+from worldsize.planning.doctor.findings import read_facts, read_findings, write_facts
 from worldsize.records.run_directory import RunDirectory
+from worldsize.strict_json import strict
 from worldsize.world.environments import Node
 from worldsize.world.interfaces import address_towards, interface_of, interfaces
 
@@ -38,6 +42,7 @@ _logger = logging.getLogger(__name__)
 _CLOCK_REQUESTS = 5  # number of requests for a host's clock
 _VISIBLE = 3.0  # seconds within which a file written by one host must be visible to another
 _POLL = 0.05
+_COLUMNS = 160  # of a table in a log
 
 
 class Meeting(TypedDict, total=False):
@@ -74,7 +79,9 @@ def examine(
         else:
             others, meeting = _meet(run, place, facts, port, waits)
     if place.rank == 0:
-        return _measure(Lead.of(launcher, place, others), plan, run, meeting)
+        code = _measure(Lead.of(launcher, place, others), plan, run, meeting)
+        _report(settings, run)
+        return code
     return Follower(launcher, plan, place, connection).follow() if connection else 1
 
 
@@ -86,7 +93,7 @@ def _facts(settings: Settings, run: RunDirectory, place: Node, port: int) -> dic
         **facts_of(settings.recipe, place),
         "data": _unreadable(settings.recipe),
         "folder": {"path": str(run.path), "error": None, "free": shutil.disk_usage(run.path).free},
-        "devices": torch.cuda.device_count() if settings.cluster.device == "cuda" else 0,
+        "devices": device_count(settings.cluster.device) if settings.cluster.device != "cpu" else 0,
         "first": _first(place, port),
         "interface": _interface(settings.cluster, place),
         "interfaces": interfaces(),
@@ -246,6 +253,28 @@ def _obstacle(place: Node, met: Meeting) -> str | None:
     if failing := [facts["host"] for facts in hosts if facts["interface"]["error"]]:
         return f"{', '.join(failing)} has no such interface"
     return "some hosts do not reach each other" if any(met["unreached"].values()) else None
+
+
+def _report(settings: Settings, run: RunDirectory) -> None:
+    """Leave the report in the run's folder; print it if whoever asked for it sees the job's log alone."""
+    cluster = settings.cluster
+    found = read_findings(run.findings, cluster.nodes)
+    report = evaluate(found, cluster, needed_bytes=2 * checkpoint_bytes(settings.recipe))
+    with suppress(OSError):  # which the report says, too
+        write_facts(run.findings, "report", strict(report.as_json()))
+    if isinstance(settings.launcher, BatchLauncher) and not settings.launcher.shares_run_folder:
+        Console(width=_COLUMNS, highlight=False).print(report.table())
+        print(report.as_line(), flush=True)
+
+
+def checkpoint_bytes(recipe: Recipe) -> float:
+    """Return the bytes of the weights and of Adam's two moments for each."""
+    try:
+        with torch.device("meta"):
+            model = recipe.model()
+    except RuntimeError:  # the constructor computes with values, which meta tensors lack
+        model = recipe.model()
+    return 3.0 * sum(float(tensor.nbytes) for tensor in model.state_dict().values())
 
 
 def _measure(lead: Lead, plan: Plan, run: RunDirectory, meeting: Meeting) -> int:

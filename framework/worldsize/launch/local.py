@@ -9,6 +9,7 @@ from typing import final
 
 from worldsize.config.shape import check_gpus
 from worldsize.core import Cluster, ConfigError, Job, Launcher, Plan
+from worldsize.devices import device_count
 from worldsize.errors import neighbours
 from worldsize.launch.node import NodeLauncher, Rendezvous
 from worldsize.world.environments import Node
@@ -30,10 +31,8 @@ class Local(NodeLauncher, Launcher):
     def check(self, cluster: Cluster) -> None:
         if cluster.nodes != 1:
             raise ConfigError(f"the local launcher starts processes on one node; cluster.nodes={cluster.nodes}.")
-        if cluster.device == "cuda":
-            import torch  # takes seconds
-
-            check_gpus(cluster.processes_per_node, torch.cuda.device_count())
+        if cluster.device != "cpu":
+            check_gpus(cluster.processes_per_node, device_count(cluster.device), cluster.device)
         _check_network(cluster)
         pins_here(cluster, os.environ)
 

@@ -18,6 +18,7 @@ from worldsize.core import (
     NodeAlert,
     SaveIntervalChanged,
     Straggling,
+    TransportFellBack,
 )
 from worldsize.messages import duration
 from worldsize.observe.health.rows import described_alert
@@ -72,6 +73,8 @@ class EventLog:
             case MembershipChanged():
                 _logger.warning("after step %s: %s", event.step, described_membership(asdict(event)))
                 self._write("membership", asdict(event))
+            case TransportFellBack():
+                self._write("transport", asdict(event))  # logged where it was found
 
     def _write_if_possible(self, name: str, facts: Mapping[str, Any]) -> None:
         """Write an event of a disk that may take nothing: what it said is in the process's log, too, if that is so."""

@@ -21,6 +21,7 @@ from worldsize.core import (
     RunFailed,
     StepDone,
     Straggling,
+    TransportFellBack,
     logged_name,
 )
 from worldsize.observe.events import described, described_failure, described_membership
@@ -74,6 +75,8 @@ class WandbListener:
                 self._run.alert(f"no checkpoint of step {step}", described_failure(asdict(event)), level="ERROR")
             case MembershipChanged(lost=lost, members=members) if lost:
                 self._run.alert(f"{len(members)} workers go on", described_membership(asdict(event)), level="WARN")
+            case TransportFellBack(reason=reason):
+                self._run.alert("a slower transport than declared", reason, level="WARN")
             case RunEnded(exit_reason="preempted"):
                 self._run.mark_preempting()
                 self._run.finish(exit_code=1)

@@ -21,11 +21,12 @@ def detected_memory_bytes(cluster: Cluster) -> float | None:
     """Return the memory for one process's tensors on this machine, in bytes: a GPU's, or a share of the RAM.
 
     The share is that of one rank, without the private memory of this process for its imports, which each rank needs
-    too; call it before data are loaded. 0: nothing remains. None: unknown, since there is no GPU, or several nodes.
+    too; call it before data are loaded. 0: nothing remains. None: unknown, since there is no GPU, or several nodes, or
+    another kind of device.
     """
     if cluster.device == "cuda":
         return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.device_count() else None
-    if cluster.nodes > 1:
+    if cluster.nodes > 1 or cluster.device != "cpu":
         return None
     share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cluster.processes_per_node
     return max(0.0, share - _private_bytes())

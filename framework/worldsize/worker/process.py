@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from omegaconf import OmegaConf
 
 from worldsize.config.recorded import read_settings
 from worldsize.config.settings import Settings
-from worldsize.core import Listener, Outcome, Replica, RunContext, RunFailed, World
+from worldsize.core import Listener, Outcome, Replica, RunContext, RunFailed, TransportFellBack, World
 from worldsize.engine.averaging import AveragedReplica
 from worldsize.engine.before_update import BeforeUpdate
 from worldsize.errors import ConfigError, WorldsizeError
@@ -143,7 +144,7 @@ def _play(
         settings.faults.begin(world.global_rank, placement.attempt + placement.starts)
         if settings.heals and settings.run.evaluates is None:
             return _heal(settings, run, world, placement, listeners, preemption, channel)
-        _audit(settings, run, world)
+        _audit(settings, run, world, listeners)
         stack.enter_context(_hangs_watched(settings, run, placement))
         replica = _replica(settings, context_of(settings, run, world, placement, preemption))
         if replica is None:
@@ -207,15 +208,17 @@ def _listen(settings: Settings, run: RunDirectory) -> None:
         os.environ.update(listen_to_nccl(folder))
 
 
-def _audit(settings: Settings, run: RunDirectory, world: World) -> None:
-    """Determine which transport the gang uses; its first rank records it."""
+def _audit(settings: Settings, run: RunDirectory, world: World, listeners: Sequence[Listener]) -> None:
+    """Determine which transport the gang uses; its first rank records it, and tells if it is not the declared one."""
     if world.size < 2 or settings.roles[world.role].serves:
         return
     transport = audit(world, settings.cluster, os.environ, run.nccl_logs(socket.gethostname()))
     if world.rank == 0:
         write(run.transport, transport)
-        if said := transport_warning(transport, settings.cluster):
-            _logger.warning("%s", said)
+        if reason := transport_warning(transport, settings.cluster):
+            _logger.warning("%s", reason)
+            for listener in listeners:
+                listener(TransportFellBack(reason, transport.get("ranks", {}), transport["interface"]))
 
 
 def _replica(settings: Settings, context: RunContext) -> Replica | None:

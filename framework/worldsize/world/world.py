@@ -147,11 +147,14 @@ def threads_per_process(local_world_size: int) -> int:
 
 
 def device_of(placement: Placement, cluster: Cluster) -> torch.device:
-    """Return the device of this process; its GPU, chosen by local rank, becomes the current one."""
+    """Return the device of this process; an accelerator, chosen by local rank, becomes the current one."""
     if cluster.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", placement.local_rank)
-    torch.cuda.set_device(device)
+    device = torch.device(cluster.device, placement.local_rank)
+    if cluster.device == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.accelerator.set_device_index(placement.local_rank)
     return device
 
 
