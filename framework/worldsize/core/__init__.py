@@ -34,6 +34,7 @@ from worldsize.core.events import (
     StepDone,
     Straggling,
 )
+from worldsize.core.image import ContainerImage
 from worldsize.core.launcher import (
     AgentLauncher,
     BatchLauncher,
@@ -84,6 +85,7 @@ __all__ = [
     "CheckpointSource",
     "Cluster",
     "ConfigError",
+    "ContainerImage",
     "Cost",
     "DataSource",
     "DataWorkersChanged",

@@ -243,6 +243,11 @@ def host_name(environ: Environ) -> str:
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def image_of(environ: Environ) -> str | None:
+    """Return the name of the container image that this process runs in, if whoever started it has told."""
+    return environ.get("WORLDSIZE_IMAGE") or None
+
+
 def meeting_name(run_id: str, environ: Environ) -> str:
     """Return the name from which ranks derive their rendezvous port; it changes when a scheduler restarts the run.
 
