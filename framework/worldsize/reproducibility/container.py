@@ -19,6 +19,13 @@ from worldsize.reproducibility.dockerfile import IGNORE
 
 ENGINES = ("podman", "docker", "apptainer")
 BUILDERS = ("podman", "docker", "buildah")
+_OWN = (
+    "PYTHONPATH",
+    "WORLDSIZE_PLUGINS",
+    "WORLDSIZE_IMAGE",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+)
 _NAME = re.compile(r"[\w./][\w./:@#+-]*", re.ASCII)
 
 
@@ -95,7 +102,7 @@ class Container:
         user = [f"--user={os.getuid()}:{os.getgid()}"] if self.engine == "docker" else []
         variables = [f"--env={name}" for name in sorted(os.environ) if _is_passed_on(name)]
         # values are not on the command line; gloo and workers that load data need more shared memory than 64 MB
-        own = ["--env=PYTHONPATH", "--env=WORLDSIZE_PLUGINS", "--env=WORLDSIZE_IMAGE"]
+        own = [f"--env={name}" for name in _OWN]
         limits = ["--ipc=host", "--network=host", "--security-opt=label=disable"]
         options = ["--rm", "--interactive", *limits, *gpus, *user, *mounts, *own, *variables, f"--workdir={folder}"]
         return (self.engine, "run", *options, "--entrypoint=python", self.image.name)

@@ -34,7 +34,7 @@ class Dockerfile:
     Attributes:
         folder: The project, which has a uv.lock or a requirements.txt; its code goes into the image.
         base: The image to begin with, which has Python and, for git, apt; best by digest.
-        python: Version of Python that the environment is made for.
+        python: Version of Python that the environment is made for, of which the base has any third number.
         uv: Version of uv that makes it.
         extras: Optional dependencies of the project; None: all.
         has_project: Whether the project's code goes into the image, besides what it needs.
@@ -65,7 +65,7 @@ class Dockerfile:
         text = environment.get_template("Dockerfile.j2").render(
             digest=hashlib.sha256(lock.read_bytes()).hexdigest(),
             base=self.base,
-            python=self.python,
+            python=".".join(self.python.split(".")[:2]),  # the base has the exact one
             uv=self.uv,
             lock=lock.name,
             has_project=self.has_project,
@@ -91,7 +91,7 @@ class Dockerfile:
 
     def _left_out(self) -> Iterator[str]:
         """List what the image must not get: names, then what git ignores, then files that seem to be private."""
-        yield from (f"**/{name}" for name in PRIVATE_NAMES)
+        yield from ("**/" + re.sub(r"\[.*?\]", "?", name) for name in PRIVATE_NAMES)  # engines read no [-_]
         yield "!**/*.py"  # of Python's sources no name shows anything; the last line that fits counts
         yield from (f"**/{name}" for name in _LEFT_OUT)
         ignored, files = _listed(self.folder, _IGNORED), _listed(self.folder, _FILES)

@@ -129,8 +129,26 @@ class Places:
 def contained(container: Container, places: Places, *, cuda: bool) -> Interpreter:
     """Return the Python of a container that sees ``places``; ``cuda``: and the GPUs."""
     path = tuple(_moved(places.reads, places.code)) or _framework()
-    command = container.python(places.folder, writes=places.writes, reads=[*places.reads, *path], cuda=cuda)
-    return Interpreter(command, path, container.variables)
+    repository = _repository(places.code)
+    reads = [*places.reads, *path, *([repository] if repository else [])]
+    command = container.python(places.folder, writes=places.writes, reads=reads, cuda=cuda)
+    return Interpreter(command, path, {**container.variables, **_apart(repository, places.code.parent)})
+
+
+def _repository(worktree: Path) -> Path | None:
+    """Return the folder of the repository that ``worktree`` belongs to; None if it is none."""
+    link = worktree / ".git"
+    text = link.read_text().strip() if link.is_file() else ""
+    return Path(named[1]) if (named := re.fullmatch(r"gitdir: (.+)/worktrees/[^/]+", text)) else None
+
+
+def _apart(repository: Path | None, spare: Path) -> dict[str, str]:
+    """Return the variables with which git writes new objects into ``spare``, since it may only read the repository."""
+    if repository is None:
+        return {}
+    objects = spare / "objects"
+    objects.mkdir()
+    return {"GIT_OBJECT_DIRECTORY": str(objects), "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(repository / "objects")}
 
 
 def _synced(python: str, project: Path, *options: str) -> Path:
