@@ -33,7 +33,7 @@ SHORT, LONG = 4, 12  # steps; the difference in bytes is that of steps alone
 
 
 def main(megabits: int) -> None:
-    size = 4 * sum(parameter.numel() for parameter in _gpt().parameters())  # bytes
+    size = 4 * sum(parameter.numel() for parameter in gpt().parameters())  # bytes
     title = f"{size / 1e6:.1f} MB of gradients, 2 hosts x 2 ranks, {megabits} Mbit/s"
     drawn = Table(
         "", "bytes a host sends a step", "to M", "to flat", "step, s", "flat to it", "bytes promise", title=title
@@ -66,7 +66,8 @@ def _run(hosts: Hosts, options: tuple[str, ...], steps: int) -> tuple[int, float
     return hosts.sent(2) - before, statistics.median(4 / line["samples_per_second"] for line in logged[3:])
 
 
-def _gpt() -> nn.Module:
+def gpt() -> nn.Module:
+    """Return the model whose gradients are summed."""
     sys.path.append(str(REPOSITORY))
     from recipes.stdlib_lm.recipe import StdlibLM
 

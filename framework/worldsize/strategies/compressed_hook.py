@@ -7,7 +7,6 @@ from functools import partial
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
@@ -20,23 +19,22 @@ from worldsize.collectives.reductions import all_reduced, compressed, hierarchic
 from worldsize.collectives.staged import Phases, Staged
 from worldsize.core import StateDict, World
 from worldsize.strategies.all_reduce_reducer import BucketHook
+from worldsize.strategies.tiers import Tiers
 
 
 @final
 class CompressedHook(BucketHook):
-    """Sends sums as ``codec`` encodes them (None: uncompressed); with ``node`` only sums between nodes.
+    """Sends sums as ``codec`` encodes them (None: uncompressed); with ``tiers`` only sums of the last tier.
 
     The error of a lossy codec is added to the next message (error feedback).
     """
 
-    def __init__(
-        self, module: DistributedDataParallel, world: World, codec: Codec | None, node: ProcessGroup | None
-    ) -> None:
-        self._world, self._codec, self._node = world, codec, node
+    def __init__(self, module: DistributedDataParallel, world: World, codec: Codec | None, tiers: Tiers | None) -> None:
+        self._world, self._codec, self._tiers = world, codec, tiers
         self._staged = Staged()
         self._errors: Errors | None = None
         if codec and codec.lossy:
-            self._errors = Errors(module, dist.get_world_size(node) if node else 1)
+            self._errors = Errors(module, tiers.shares if tiers else 1)
 
     @property
     def has_bucket_memory(self) -> bool:
@@ -48,8 +46,8 @@ class CompressedHook(BucketHook):
 
     def _total(self, flat: Tensor, bucket: int) -> Phases:
         add = partial(self._sum, bucket=bucket)
-        if self._node is not None:
-            return hierarchical(flat, self._node, self._world.groups["across"], add)
+        if self._tiers is not None:
+            return hierarchical(flat, self._tiers.inner, self._tiers.across, add)
         assert self._world.group is not None
         return add(flat, self._world.group)
 

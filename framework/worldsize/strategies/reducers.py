@@ -17,6 +17,7 @@ from worldsize.strategies.compressed_hook import CompressedHook
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.ordered_reducer import OrderedReducer
 from worldsize.strategies.powersgd_hook import PowerSGDHook
+from worldsize.strategies.tiers import Tiers
 
 Compression = Literal["none", "bf16", "fp16", "int8", "powersgd"]
 
@@ -48,10 +49,10 @@ def interruptible_reducer(
 def compressed_reducer(
     reduce: Reduction, compress: Compression, module: DistributedDataParallel, world: World, *, powersgd_rank: int
 ) -> GradientReducer:
-    """Make the reducer over ``world`` that compresses sums; with "hierarchical", only those between nodes."""
-    node = world.groups.get("node") if reduce == "hierarchical" else None
+    """Make the reducer over ``world`` that compresses sums; with "hierarchical", only those of the last tier."""
+    tiers = Tiers.of(world) if reduce == "hierarchical" else None
     if compress == "powersgd":
-        return AllReduceReducer(module, PowerSGDHook(module, world, rank=powersgd_rank, node=node))
-    if compress == "none" and node is None:
+        return AllReduceReducer(module, PowerSGDHook(module, world, rank=powersgd_rank, tiers=tiers))
+    if compress == "none" and tiers is None:
         return gradient_reducer(reduce, module, world.group)
-    return AllReduceReducer(module, CompressedHook(module, world, CODECS.get(compress), node))
+    return AllReduceReducer(module, CompressedHook(module, world, CODECS.get(compress), tiers))
