@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,13 @@ def test_nodes_of_a_job_of_slurm_are_numbered_by_the_switches(tmp_path: Path) ->
     assert [place(number, {"rack": 2}) for number in range(4)] == [(0, "h01"), (2, "h01"), (1, "h01"), (3, "h01")]
     with pytest.raises(ConfigError, match=r"cluster\.tiers\.rack=3"):
         place(0, {"rack": 3})
+
+
+def test_agents_are_started_in_the_order_of_the_switches(train: Any, tmp_path: Path) -> None:
+    topology(tmp_path, YAML)
+    hosts = ("+cluster=ssh", "cluster.hosts=[h01,h05,h02,h06]", "cluster.ssh=[true]", "cluster.folder=null")
+    run = train("recipe=digits", *hosts, f"cluster.topology={tmp_path}/topology.yaml", "launch=show")
+    assert run.code == 0, run.error
+    lines = [line for line in run.output.splitlines() if "WORLDSIZE_NODE_RANK" in line]
+    places = [re.search(r" (h0\d) .*WORLDSIZE_NODE_RANK=(\d)", line) for line in lines]
+    assert [place and place.groups() for place in places] == [("h01", "0"), ("h02", "1"), ("h05", "2"), ("h06", "3")]
