@@ -35,7 +35,7 @@ SHORT, LONG = 4, 12  # steps; the difference in bytes is that of steps alone
 
 
 def main(megabits: int) -> None:
-    size = 4 * sum(parameter.numel() for parameter in _gpt().parameters())  # bytes
+    size = 4 * sum(parameter.numel() for parameter in gpt().parameters())  # bytes
     title = f"{size / 1e6:.1f} MB of gradients, 2 hosts x 2 ranks, {megabits} Mbit/s"
     drawn = Table(
         "",
@@ -77,7 +77,8 @@ def _run(hosts: Hosts, options: tuple[str, ...], steps: int) -> tuple[int, float
     return hosts.sent(2) - before, seconds, logged[-1]["loss"]
 
 
-def _gpt() -> nn.Module:
+def gpt() -> nn.Module:
+    """Return the model whose gradients are summed."""
     sys.path.append(str(REPOSITORY))
     from recipes.stdlib_lm.recipe import StdlibLM
 

@@ -18,6 +18,7 @@ EVERYTHING = (
     "worldsize.core.context",
     "worldsize.core.evaluation",
     "worldsize.core.events",
+    "worldsize.core.image",
     "worldsize.core.launcher",
     "worldsize.core.limits",
     "worldsize.core.multi_update",

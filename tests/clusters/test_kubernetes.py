@@ -16,7 +16,7 @@ from tests.clusters.witness import witness
 
 VERSIONS = ("1.28", "1.31", "1.34")
 BASE = ("recipe=digits", "steps=20", "reproducibility=elastic", "cluster.threads=1", "+cluster=kubernetes")
-VOLUME = ("cluster.image=images.example/digits@sha256:0123", "cluster.volumes=[{claim: shared, path: /runs}]")
+VOLUME = ("cluster.image=images.example/digits@sha256:" + "0123" * 16, "cluster.volumes=[{claim: shared, path: /runs}]")
 ROLES = ("strategy=parameter_server", "strategy.servers=2", "cluster.nodes=3", "cluster.processes_per_node=2")
 SHAPES: dict[str, tuple[str, ...]] = {
     "ddp": ("cluster.nodes=2", "cluster.processes_per_node=2"),
@@ -188,6 +188,9 @@ def test_an_image_without_a_digest_gives_a_warning(train: Any) -> None:
     run = train(*BASE, VOLUME[1], "cluster.image=images.example/digits:latest", *SHAPES["ddp"], "launch=show")
     assert run.code == 0
     assert "named by a tag" in run.error
+    required = ("cluster.image=images.example/digits:latest", "cluster.image_digest=required", "launch=show")
+    refused = train(*BASE, VOLUME[1], *required, *SHAPES["ddp"])
+    assert (refused.code, "named by a tag" in refused.error) == (2, True)
 
 
 def test_doctor_reads_the_report_in_the_log_of_the_pods(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from worldsize.collectives.codecs import CODECS
 from worldsize.collectives.reductions import all_reduced, compressed, hierarchical
 from worldsize.collectives.staged import finished
 from worldsize.core import World
+from worldsize.strategies.tiers import Tiers
 from worldsize.testing.worlds import run_in_worlds
 
 LENGTH = 2501  # no multiple of a world size, and more than two blocks
@@ -81,7 +83,26 @@ def test_compression_errors_are_fed_back() -> None:
 @pytest.mark.parametrize(("size", "local_size"), [(4, 2), (6, 3), (6, 2)])
 def test_a_hierarchical_sum_agrees_with_the_exact_one(size: int, local_size: int) -> None:
     def body(world: World) -> Tensor:
-        return finished(hierarchical(row(world.rank), world.groups["node"], world.groups["across"], all_reduced))
+        return finished(hierarchical(row(world.rank), [world.groups["node"]], world.groups["across"], all_reduced))
 
     for total in run_in_worlds(body, size, local_size=local_size):
         assert error(total, exact(size)) < 1e-6
+
+
+@pytest.mark.parametrize(("size", "local_size", "tiers"), [(8, 2, {"rack": 2}), (8, 1, {"rack": 2, "pod": 4})])
+def test_a_sum_over_any_number_of_tiers_agrees_with_the_exact_one(
+    size: int, local_size: int, tiers: dict[str, int]
+) -> None:
+    def body(world: World) -> tuple[Tensor, list[list[int]], int]:
+        groups = Tiers.of(world)
+        assert groups is not None
+        total = finished(hierarchical(row(world.rank), groups.inner, groups.across, all_reduced))
+        return total, [dist.get_process_group_ranks(each) for each in (*groups.inner, groups.across)], groups.shares
+
+    results = run_in_worlds(body, size, local_size=local_size, tiers=tiers)
+    for total, groups, shares in results:
+        assert error(total, exact(size)) < 1e-6
+        assert torch.equal(total, results[0][0])
+        assert shares == 4
+        assert len(groups) == 3
+    assert results[5][1] == [[4, 5], [5, 7], [1, 5]]  # the same places below, whatever the tiers are called

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from worldsize.core import Cluster, Link
-from worldsize.cost.cluster import served_seconds
+from worldsize.cost.cluster import (
+    all_reduce_seconds,
+    by_node_bytes,
+    by_node_seconds,
+    served_seconds,
+    slowest,
+    spanned,
+)
 from worldsize.cost.collectives import (
     all_gather_seconds,
     all_to_all_seconds,
@@ -59,6 +67,37 @@ def test_a_hierarchical_all_reduce_of_eight_nodes_is_faster_than_one_flat_ring(p
     assert by_node < flat
     shared = hierarchical_all_reduce_seconds(payload, 8, 8, NODE, NETWORK, shared=True)
     assert shared == pytest.approx(inside + 2 * (7 * 5e-6 + 7 / 8 * payload / 12.5e9))
+
+
+def test_three_tiers_send_over_each_link_what_is_left_for_it() -> None:
+    """There are 2 racks of 4 nodes of 2 GPUs: a rank sums 1/2 of the payload in its rack, and 1/8 between racks."""
+    links = {"node": NODE, "rack": NETWORK, "network": Link(1e9, 20e-6)}
+    cluster = Cluster("test", 8, 16, "cuda", "nccl", links=links, tiers={"rack": 4})
+    inside = 2 * (1e-6 + PAYLOAD / 2 / 300e9)
+    rack = 2 * 3 * (5e-6 + PAYLOAD / 2 / 4 / (12.5e9 / 2))
+    uplink = 2 * (20e-6 + PAYLOAD / 8 / 2 / (1e9 / 8))
+    assert by_node_seconds(PAYLOAD, cluster) == pytest.approx(inside + rack + uplink)
+    without = replace(cluster, tiers={})
+    two = hierarchical_all_reduce_seconds(PAYLOAD, 8, 2, NODE, links["network"], shared=True)
+    assert by_node_seconds(PAYLOAD, without) == pytest.approx(two)
+    assert slowest(cluster) == links["network"]
+    assert all_reduce_seconds(PAYLOAD, cluster) == ring_all_reduce_seconds(PAYLOAD, 16, links["network"])
+    assert [spanned(cluster, ranks) for ranks in (2, 8, 4, 16)] == [NODE, NETWORK, NETWORK, links["network"]]
+    sent, leaving = by_node_bytes(PAYLOAD, cluster)
+    assert sent == pytest.approx(PAYLOAD * (1 + 3 / 4 + 1 / 8))
+    assert leaving == pytest.approx(PAYLOAD * (3 / 2 + 1 / 4))
+
+
+def test_the_uplink_of_a_rack_carries_what_its_clients_send_to_servers_elsewhere() -> None:
+    links = {"node": NODE, "rack": Link(1e9, 0.0), "network": Link(1e8, 0.0)}
+    cluster = Cluster("test", 4, 8, "cpu", "gloo", links=links, tiers={"rack": 2})
+    # servers 0 and 1 are on the first node: of 6 clients, 4 are in the other rack, and send 1e8 bytes each
+    assert served_seconds(1e8, range(2, 8), [0, 1], cluster) == pytest.approx(4 * 1e8 / 1e8)
+    # a server in each rack: those 4 send half of their bytes over the uplink of their rack
+    assert served_seconds(1e8, [2, 3, 4, 5, 6, 7], [0, 4], cluster) == pytest.approx(4 * 0.5e8 / 1e8)
+    # the node with a server hears of all 6 clients, and its own link is the slowest if the uplink is faster
+    fast = replace(cluster, links={**links, "network": Link(1e10, 0.0)})
+    assert served_seconds(1e8, range(2, 8), [0, 1], fast) == pytest.approx(6 * 1e8 / 1e9)
 
 
 def test_a_reduce_scatter_and_an_all_gather_take_the_time_of_an_all_reduce() -> None:

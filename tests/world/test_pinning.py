@@ -15,8 +15,8 @@ from torch.numa import binding
 
 from tests.own_recipe import write_recipe
 from worldsize.core import Cluster, ConfigError, Pinning
+from worldsize.world.machine import MachineTopology, listed, read_topology, shortened
 from worldsize.world.pinning import Pins, _prefer_memory, pins_here, plan_pins, visible_gpus
-from worldsize.world.topology import Topology, listed, read_topology, shortened
 
 Machine = tuple[Sequence[str], Mapping[str, int], Mapping[str, int]]
 # cores of each NUMA node as the kernel lists them, GPUs with their NUMA nodes, and adapters with theirs
@@ -69,7 +69,9 @@ def _write(path: Path, text: str) -> None:
     path.write_text(f"{text}\n")
 
 
-def planned(machine: Topology, pin: Pinning = "auto", *, processes: int = 8, cpu: bool = False, **changes: Any) -> Pins:
+def planned(
+    machine: MachineTopology, pin: Pinning = "auto", *, processes: int = 8, cpu: bool = False, **changes: Any
+) -> Pins:
     facts: dict[str, Any] = {"usable": machine.cores, "gpus": [] if cpu else [*machine.gpus][:processes], **changes}
     return plan_pins(pin, machine, processes=processes, **facts)
 

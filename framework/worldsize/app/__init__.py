@@ -31,6 +31,7 @@ COMMANDS = {
     "plan": "what a step costs under every strategy, and which rank does what; nothing is started",
     "rehearse": "what each rank of a world of any size would hold, send and wait for; nothing is launched",
     "scale": "measure how a step's time falls as processes are added, next to what plan predicts",
+    "image": "a Dockerfile of a project and the environment of its lock, and the image of it",
     "resume": "go on with a run from its newest checkpoint",
     "evaluate": "evaluate a checkpoint of a run, at any world size",
     "status": "list runs and how they ended",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import hashlib
 import json
 import os
 import secrets
@@ -23,6 +24,7 @@ from worldsize.app.compare import EXIT_CODES, add_report_options, show
 from worldsize.config.compose import assigned
 from worldsize.config.overrides import key_of
 from worldsize.config.search_path import bundle
+from worldsize.core import ContainerImage
 from worldsize.driver.recorded_run import check_recorded_targets, recorded_flags, recorded_overrides, target_names
 from worldsize.errors import WorldsizeError
 from worldsize.messages import ask, refuse
@@ -31,12 +33,16 @@ from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunView, view
 from worldsize.reproducibility.checkout import checked_out, patched_files, read_patch
 from worldsize.reproducibility.compare import compare_runs
+from worldsize.reproducibility.container import BUILDERS, ENGINES, Container, built, engine_of, recorded_image
 from worldsize.reproducibility.data import link_data
+from worldsize.reproducibility.dockerfile import Dockerfile, version_of_uv
 from worldsize.reproducibility.level import recorded_level
 from worldsize.reproducibility.plugins import check_kept, remove_compiled
 from worldsize.reproducibility.rebuild import (
     Interpreter,
     Lock,
+    Places,
+    contained,
     different_packages,
     present,
     read_lock,
@@ -59,6 +65,8 @@ class Options:
     strict: bool
     approximate: bool
     rebuild: bool
+    container: str | None
+    base: str | None
     json: bool
     tolerance: float
 
@@ -77,6 +85,14 @@ def main() -> None:
     parser.add_argument(
         "--rebuild", action="store_true", help="build the environment anew even if this one is identical"
     )
+    parser.add_argument(
+        "--container",
+        choices=("auto", *ENGINES),
+        nargs="?",
+        const="auto",
+        help="run it in the recorded image, by its digest; if there is none, in one built from the recorded lock",
+    )
+    parser.add_argument("--base", metavar="IMAGE", help="the image that such a one begins with (python:VERSION-slim)")
     add_report_options(parser)
     try:
         code = reproduce(Options(**vars(parser.parse_intermixed_args())))
@@ -97,10 +113,13 @@ def reproduce(options: Options) -> int:
     check_recorded_targets(manifest, options.overrides, own=own)
     has_plugins = check_kept(manifest.get("plugins", ()), original.plugins)
     patch = read_patch(original.patch, code["patch_sha256"], approximate=options.approximate)
-    changed = different_packages(manifest["environment"])
-    lock = read_lock(manifest["environment"], original.environment) if changed or options.rebuild else None
+    image = recorded_image(manifest["environment"]) if options.container else None
+    changed = [] if options.container else different_packages(manifest["environment"])
+    needs_lock = image is None if options.container else bool(changed or options.rebuild)
+    lock = read_lock(manifest["environment"], original.environment) if needs_lock else None
+    engine = engine_of(options.container, ENGINES if image else BUILDERS[:2]) if options.container else None
     if not own:
-        _ask(recorded, patch, lock, changed, options)
+        _ask(recorded, patch, lock, image.name if image else None, options)
     overrides = _overrides(manifest, options, own=own)
     clones = _clones(recorded)
     with temporary_folder() as scratch:
@@ -112,7 +131,14 @@ def reproduce(options: Options) -> int:
             if not own:
                 remove_compiled(root)
             link_data(manifest["data"], folder, root, _launched_in(recorded))
-            python = _python(lock, folder, root=root, clones=clones)
+            if engine:
+                container = Container(engine, image or _built(engine, lock, scratch, options.base))
+                places = Places(
+                    folder, root, [*clones, *_launched_in(recorded), original.path], [_runs(original), scratch]
+                )
+                python = contained(container, places, cuda=manifest["cluster"]["device"] == "cuda")
+            else:
+                python = _python(lock, folder, root=root, clones=clones)
             new, exit_code = _run(options, original, python, folder, overrides, plugins)
     return exit_code or _report(options, original, new)
 
@@ -137,7 +163,7 @@ def _launched_in(recorded: RunView) -> list[Path]:
     return [*then, Path.cwd()]
 
 
-def _ask(recorded: RunView, patch: bytes, lock: Lock | None, changed: Sequence[str], options: Options) -> None:
+def _ask(recorded: RunView, patch: bytes, lock: Lock | None, image: str | None, options: Options) -> None:
     """Show everything that another user's record would fetch, install or run here, and ask for agreement."""
     manifest, code = recorded.manifest, recorded.manifest["code"]
     places = ", ".join(map(str, (*_clones(recorded), *([code["remote"]] if code["remote"] else []))))
@@ -148,7 +174,8 @@ def _ask(recorded: RunView, patch: bytes, lock: Lock | None, changed: Sequence[s
         "plugins": [f"{each['name']} with digest {each['sha256']}" for each in manifest.get("plugins", ())],
         "targets": target_names(manifest["config"]),
         "options": manifest["overrides"],
-        "other packages": changed,
+        "image": [image] if image else [],
+        "other packages": [] if options.container else different_packages(manifest["environment"]),
         "to be installed": to_be_installed(lock) if lock else [],
         "data": list(manifest["data"]["files"]),
     }
@@ -181,6 +208,18 @@ def _python(lock: Lock | None, folder: Path, *, root: Path, clones: Sequence[Pat
     return rebuilt(lock, folder, root.parent)
 
 
+def _built(engine: str, lock: Lock | None, scratch: Path, base: str | None) -> ContainerImage:
+    """Build the image of the recorded environment, to which the code is shown from outside."""
+    assert lock is not None
+    folder = scratch / "image"
+    folder.mkdir()
+    lock.write(folder)
+    base = base or f"python:{lock.python}-slim"
+    image = Dockerfile(folder, base, lock.python, version_of_uv(), extras=None, has_project=False)
+    print(f"building the recorded environment with {engine}", file=sys.stderr, flush=True)
+    return built(engine, image.write(), f"worldsize-{hashlib.sha256(lock.content).hexdigest()[:12]}")
+
+
 # overrides are sent on standard input: one may be a secret, and every user can read a command line
 _CHILD = "import json, sys; sys.argv[1:] = json.load(sys.stdin); from worldsize.app import main; main()"
 
@@ -209,12 +248,13 @@ def _run(
     ]
     path = os.pathsep.join(map(str, (*python.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep))))
     done = subprocess.run(
-        [str(python.python), "-c", _CHILD],
+        [*python.command, "-c", _CHILD],
         cwd=folder,
         env={
             **os.environ,
             "WORLDSIZE_PLUGINS": str(plugins) if plugins.is_dir() else "",
             "PYTHONPATH": path.strip(os.pathsep),
+            **python.variables,
         },
         input=json.dumps(["train", *overrides, *own]),
         stdout=sys.stderr if options.json else None,
@@ -229,7 +269,9 @@ def _run(
 def _runs(original: RunDirectory) -> Path:
     """Return the folder for the new run, next to the original or else in the working directory."""
     beside = original.path.parents[1]
-    return beside if original.config.exists() and os.access(beside, os.W_OK) else Path.cwd() / "runs"
+    runs = beside if original.config.exists() and os.access(beside, os.W_OK) else Path.cwd() / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    return runs
 
 
 def _report(options: Options, original: RunDirectory, new: RunDirectory) -> int:

@@ -1,8 +1,8 @@
-"""Reductions that send fewer bytes over slow links: hierarchical (first inside each node) and compressed."""
+"""Reductions that send fewer bytes over slow links: hierarchical (inside nodes first, then racks) and compressed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -27,18 +27,21 @@ def all_reduced(flat_n: Tensor, group: ProcessGroup) -> Phases:
     return flat_n
 
 
-def hierarchical(flat_n: Tensor, node: ProcessGroup, across: ProcessGroup, total: Sum) -> Phases:
-    """Sum ``flat_n``, of shape (n,), over all ranks, first inside each node.
+def hierarchical(flat_n: Tensor, inner: Sequence[ProcessGroup], across: ProcessGroup, total: Sum) -> Phases:
+    """Sum ``flat_n``, of shape (n,), over all ranks, first inside each node, then inside each rack, and so on.
 
-    A reduce-scatter inside the node leaves each rank a shard, ``total`` sums it over the ranks with the same local rank
-    on other nodes, and an all-gather inside the node distributes the sums. With G ranks per node, each rank sends 1/G
-    of the bytes to other nodes.
+    A reduce-scatter over the first of the ``inner`` groups leaves each rank a shard. It is summed in the same way over
+    the other groups, whose ranks have the same shard, and at last by ``total`` over ``across``; then an all-gather over
+    the first group distributes the sums. With G ranks in the groups of all inner tiers together, each rank sends 1/G of
+    the bytes over the links of the outermost.
     """
-    padding = -flat_n.numel() % dist.get_world_size(node)
+    if not inner:
+        return (yield from total(flat_n, across))
+    padding = -flat_n.numel() % dist.get_world_size(inner[0])
     padded = F.pad(flat_n, (0, padding)) if padding else flat_n
-    part = yield from _scattered(padded, node)
-    part = yield from total(part, across)
-    work = dist.all_gather_into_tensor(padded, part, group=node, async_op=True)
+    part = yield from _scattered(padded, inner[0])
+    part = yield from hierarchical(part, inner[1:], across, total)
+    work = dist.all_gather_into_tensor(padded, part, group=inner[0], async_op=True)
     yield
     wait(work)
     return padded[: flat_n.numel()] if padding else flat_n

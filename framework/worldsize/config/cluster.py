@@ -28,6 +28,7 @@ def cluster_of(node: Mapping[str, Any], threads: int | None) -> Cluster:
         interface=node.get("interface"),
         hca=node.get("hca"),
         links=links,
+        tiers=_tiers(node.get("tiers") or {}, node["nodes"]),
         device_memory=node.get("device_memory"),
         price_per_hour=node.get("price_per_hour"),
         mtbf_hours=node.get("mtbf_hours"),
@@ -38,6 +39,26 @@ def cluster_of(node: Mapping[str, Any], threads: int | None) -> Cluster:
         debug=node.get("debug", False),
         pin=node.get("pin", "none"),
     )
+
+
+def _tiers(nodes_of_unit: Mapping[str, int], nodes: int) -> dict[str, int]:
+    """Return the tiers, the innermost first; a unit of each has several units of the one below.
+
+    Raises:
+        ConfigError: a tier has the name of another link, or units do not divide.
+    """
+    tiers = dict(sorted(nodes_of_unit.items(), key=lambda item: item[1]))
+    below, told = 1, "a node"
+    for name, count in tiers.items():
+        if name in ("device", "node", "network"):
+            raise ConfigError(f"cluster.tiers.{name} has the name of another tier. Call it rack or pod, say.")
+        if count % below or count in (below, nodes) or nodes % count:
+            raise ConfigError(
+                f"cluster.tiers.{name}={count}: a unit must have several of {told} ({below} nodes) and divide the "
+                f"{nodes} nodes into several. Set it to the nodes of one {name}, or leave it out."
+            )
+        below, told = count, f"a {name}"
+    return tiers
 
 
 def _spot(node: Mapping[str, Any]) -> Spot | None:

@@ -60,6 +60,8 @@ class ClusterSchema:
     ``max_memory``: bytes of memory that one process may hold before an alert says so. ``debug``: NCCL and torch tell
     what they do, in the logs of the processes. ``pin``: whether each process keeps to the cores and the memory of a
     NUMA node (numa), or to cores that no other has (exclusive); auto: as numa where there are several such nodes.
+    ``tiers``: nodes of a rack, of a pod, ..., by the name of the tier, whose link is ``links.NAME``. ``topology``: file
+    that says which switches are above each host, a YAML or Slurm's topology.conf; it orders the hosts.
     """
 
     name: str = MISSING
@@ -86,6 +88,8 @@ class ClusterSchema:
     debug: bool = False
     pin: Annotated[str, OneOf("auto", "none", "numa", "exclusive")] = "auto"
     links: dict[str, LinkSchema] = field(default_factory=dict)
+    tiers: dict[str, Annotated[int, Range(least=1, most=1_000_000)]] = field(default_factory=dict)
+    topology: Annotated[str | None, FilePath()] = None
 
 
 @dataclass

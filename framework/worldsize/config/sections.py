@@ -180,7 +180,9 @@ class AgentsConfig:
 
     port: int | None  # of the first host; None: one that follows from the run's id
     on_node_mismatch: Literal["refuse", "warn"]
+    topology: Path | None  # file that orders the hosts that a scheduler chooses
 
     @staticmethod
     def of(cluster: Mapping[str, Any]) -> AgentsConfig:
-        return AgentsConfig(port=cluster["port"], on_node_mismatch=cluster["on_node_mismatch"])
+        topology = cluster.get("topology")  # older runs have none
+        return AgentsConfig(cluster["port"], cluster["on_node_mismatch"], Path(topology) if topology else None)

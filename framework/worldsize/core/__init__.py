@@ -38,6 +38,7 @@ from worldsize.core.events import (
     TransportFellBack,
 )
 from worldsize.core.health import HealthLimits
+from worldsize.core.image import ContainerImage
 from worldsize.core.launcher import (
     AgentLauncher,
     BatchLauncher,
@@ -88,6 +89,7 @@ __all__ = [
     "CheckpointSource",
     "Cluster",
     "ConfigError",
+    "ContainerImage",
     "Cost",
     "DataSource",
     "DataWorkersChanged",

@@ -18,6 +18,9 @@ Pinning = Literal["auto", "none", "numa", "exclusive"]
 class Link:
     """One tier of the interconnect. A link of tier "device" or "node" belongs to one rank, "network" to one node.
 
+    With tiers in between (:attr:`Cluster.tiers`), the link of a tier belongs to one unit of the tier below: that of
+    "rack" to one node, which it joins to the others of its rack, and "network" to one unit of the last.
+
     Attributes:
         bandwidth: Bytes/s in each direction; the ranks of a node share the bandwidth of its network link.
         latency: Seconds.
@@ -60,7 +63,9 @@ class Cluster:
         timeout: Seconds that a process waits for its peers.
         interface: Network interface of the collectives; None: the one with a route to the first node.
         hca: InfiniBand adapters that NCCL may use (NCCL_IB_HCA).
-        links: Links by tier: "device", "node", "network".
+        links: Links by tier: "device", "node", those of ``tiers``, "network".
+        tiers: Tiers between a node and the network, the innermost first: nodes of one unit by the tier's name, such as
+            {"rack": 16, "pod": 64}. The nodes of a unit are consecutive.
         device_memory: Bytes that one process may use, for planning; None: the memory of this machine.
         price_per_hour: Price of one node for an hour, in any currency, for planning.
         mtbf_hours: Mean hours between two failures of one node; None: not known.
@@ -83,6 +88,7 @@ class Cluster:
     interface: str | None = None
     hca: str | None = None
     links: Mapping[str, Link] = field(default_factory=dict)
+    tiers: Mapping[str, int] = field(default_factory=dict)
     device_memory: float | None = None
     price_per_hour: float | None = None
     mtbf_hours: float | None = None
@@ -127,7 +133,9 @@ class World:
         local_rank: Rank among the processes of this node, from 0.
         node_rank: Index of this node, from 0.
         device: Device on which the process trains.
-        groups: Process groups by name: all processes that train ("all"), each role, this node.
+        groups: Process groups by name: all processes that train ("all"), each role, this node. If all train, also those
+            with the same local rank on all nodes ("across"), and by tier ("tier/rack", ..., "tier/network") those with
+            the same place in the units below.
     """
 
     role: str

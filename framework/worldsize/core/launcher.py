@@ -136,6 +136,7 @@ class LaunchMethod(ABC):
 
     max_restarts: int = 0  # how often a failed gang is restarted from its last checkpoint
     save_grace: float = 30.0  # seconds between asking a run to save and end, and killing it
+    image: str | None = None  # container image in which it starts processes
     heals: ClassVar[bool] = False  # whether it tells the processes of one host which of them live
     heals_over_hosts: ClassVar[bool] = False  # and those of several hosts
 

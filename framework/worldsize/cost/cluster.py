@@ -8,11 +8,13 @@ from dataclasses import replace
 
 from worldsize.core import Cluster, ConfigError, Link, Workload
 from worldsize.cost.collectives import (
+    Level,
     all_gather_seconds,
     all_to_all_seconds,
-    hierarchical_all_reduce_seconds,
+    crowded_seconds,
     message_seconds,
     ring_all_reduce_seconds,
+    tiered_all_reduce_seconds,
 )
 
 
@@ -26,9 +28,34 @@ def link(cluster: Cluster, tier: str) -> Link:
     return cluster.links[tier]
 
 
+def levels(cluster: Cluster) -> list[Level]:
+    """Return the tiers that join ranks, the innermost first, without those that join one member to none."""
+    units = {"node": 1, **cluster.tiers, "network": cluster.nodes}
+    every, below = [], 1
+    for name, nodes in units.items():
+        ranks = nodes * cluster.processes_per_node
+        every.append(Level(name, ranks // below, below))
+        below = ranks
+    return [level for level in every if level.members > 1] or every[:1]
+
+
 def slowest(cluster: Cluster) -> Link:
-    """Return the link that limits a ring over all ranks, one edge of which leaves each node."""
-    return link(cluster, "network" if cluster.nodes > 1 else "node")
+    """Return the link that limits a ring over all ranks, one edge of which leaves each node and each rack."""
+    return spanned(cluster, cluster.processes)
+
+
+def spanned(cluster: Cluster, ranks: int) -> Link:
+    """Return the link that limits a ring over ``ranks`` that are consecutive, of which each group begins at a multiple.
+
+    Inside a node that is the node's; between nodes the slowest of those that an edge of the ring uses.
+    """
+    # a group reaches beyond a member of a level unless the member holds whole groups
+    used = [level for level in levels(cluster) if level.name != "node" and level.ranks % ranks]
+    return min((link(cluster, level.name) for level in used), key=_bandwidth, default=None) or link(cluster, "node")
+
+
+def _bandwidth(link: Link) -> float:
+    return link.bandwidth
 
 
 def across(cluster: Cluster, ring_bytes: float) -> float:
@@ -58,8 +85,14 @@ def exchanged_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
     Compressed and ordered reductions work like this.
     """
     near = link(cluster, "node") if cluster.processes_per_node > 1 else slowest(cluster)
-    parts = all_to_all_seconds(payload_bytes, cluster.nodes, cluster.processes_per_node, near, slowest(cluster))
-    return parts + all_gather_all_seconds(payload_bytes, cluster)
+    ranks = cluster.processes
+    between = [level for level in levels(cluster) if level.name != "node"]
+    own = link(cluster, between[0].name) if between else near
+    parts = [all_to_all_seconds(payload_bytes, cluster.nodes, cluster.processes_per_node, near, own)]
+    for level in between[1:]:
+        leaving = level.ranks * (ranks - level.ranks) * payload_bytes / ranks
+        parts.append(crowded_seconds(leaving, link(cluster, level.name)))
+    return max(parts) + all_gather_all_seconds(payload_bytes, cluster)
 
 
 def exchanged_across_bytes(payload_bytes: float, cluster: Cluster) -> float:
@@ -70,7 +103,9 @@ def exchanged_across_bytes(payload_bytes: float, cluster: Cluster) -> float:
     return (each * (ranks - each) + ranks - 1) * payload_bytes / ranks
 
 
-def served_bytes(payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster) -> float:
+def served_bytes(
+    payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster, unit: int | None = None
+) -> float:
     """Return the bytes that cross the busiest link, in one direction, in a push to a sharded parameter server.
 
     Each client sends each server its shard of the payload (Jiang et al., OSDI 2020, section 3). The ranks of a node
@@ -81,34 +116,50 @@ def served_bytes(payload_bytes: float, clients: Sequence[int], shards: Sequence[
         clients: Global ranks of the clients.
         shards: Global ranks of the servers, one for each shard.
         cluster: The cluster.
+        unit: Ranks that share a link: those of a rack, or by default those of a node.
     """
     part = payload_bytes / len(shards)
     if cluster.nodes == 1:
         return max(payload_bytes, len(clients) * part)
-    at_home, sending = (Counter(rank // cluster.processes_per_node for rank in ranks) for ranks in (shards, clients))
+    size = unit or cluster.processes_per_node
+    at_home, sending = (Counter(rank // size for rank in ranks) for ranks in (shards, clients))
     leaving = (count * (len(shards) - at_home[node]) for node, count in sending.items())
     arriving = (count * (len(clients) - sending[node]) for node, count in at_home.items())
     return part * max(*leaving, *arriving)
 
 
 def served_seconds(payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster) -> float:
-    """Return the seconds in which the slowest link carries the bytes of :func:`served_bytes`."""
-    return message_seconds(served_bytes(payload_bytes, clients, shards, cluster), slowest(cluster))
+    """Return the seconds in which the slowest link, of a node or of a tier, carries its :func:`served_bytes`."""
+    if cluster.nodes == 1:
+        return message_seconds(served_bytes(payload_bytes, clients, shards, cluster), slowest(cluster))
+    return max(
+        message_seconds(served_bytes(payload_bytes, clients, shards, cluster, level.ranks), link(cluster, level.name))
+        for level in levels(cluster)
+        if level.name != "node"
+    )
 
 
 def by_node_seconds(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> float:
-    """Return the seconds of a hierarchical all-reduce: inside each node, then between nodes.
+    """Return the seconds of a hierarchical all-reduce: inside each node, then by tier, then over the network.
 
-    Messages between nodes have ``smaller`` times their uncompressed size.
+    Messages of the last tier have ``smaller`` times their uncompressed size.
     """
     if cluster.nodes == 1:
         return all_reduce_seconds(payload_bytes, cluster)
-    network = link(cluster, "network")
+    *inner, (top, network) = [(level, link(cluster, level.name)) for level in levels(cluster)]
     network = replace(network, bandwidth=network.bandwidth / smaller)
-    inside = link(cluster, "node") if cluster.processes_per_node > 1 else network
-    return hierarchical_all_reduce_seconds(
-        payload_bytes, cluster.nodes, cluster.processes_per_node, inside, network, shared=True
-    )
+    return tiered_all_reduce_seconds(payload_bytes, [*inner, (top, network)])
+
+
+def by_node_bytes(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> tuple[float, float]:
+    """Return the bytes that a rank sends in such an all-reduce, and those that leave its node."""
+    *inner, top = levels(cluster)
+    sent = leaving = 0.0
+    for level in (*inner, top):
+        part = 2 * ring_share(level.members) * payload_bytes / level.ranks * (smaller if level is top else 1.0)
+        sent += part
+        leaving += 0.0 if level.name == "node" else part * cluster.processes_per_node
+    return sent, leaving
 
 
 def whole_bytes(work: Workload) -> float:

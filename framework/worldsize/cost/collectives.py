@@ -7,8 +7,9 @@ In the α–β model (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9) a message
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import final
 
 from worldsize.core import Link
 
@@ -70,13 +71,14 @@ def all_to_all_seconds(payload_bytes: float, nodes: int, ranks_per_node: int, in
     gloo/alltoall.cc). ``inside`` joins the ranks of a node; they share its link ``across`` to other nodes.
     """
     ranks = nodes * ranks_per_node
-    near = _crowded_seconds((ranks_per_node - 1) * payload_bytes / ranks, inside)
+    near = crowded_seconds((ranks_per_node - 1) * payload_bytes / ranks, inside)
     if nodes == 1:
         return near
-    return max(near, _crowded_seconds(ranks_per_node * (ranks - ranks_per_node) * payload_bytes / ranks, across))
+    return max(near, crowded_seconds(ranks_per_node * (ranks - ranks_per_node) * payload_bytes / ranks, across))
 
 
-def _crowded_seconds(payload_bytes: float, link: Link) -> float:
+def crowded_seconds(payload_bytes: float, link: Link) -> float:
+    """Return the seconds of ``payload_bytes`` over a link while all ranks send to all, see :attr:`Link.incast`."""
     return round_seconds(payload_bytes / link.incast, link)
 
 
@@ -93,6 +95,34 @@ def hierarchical_all_reduce_seconds(
     inner = reduce_scatter_seconds(payload_bytes, ranks_per_node, inside)
     return (
         inner + ring_all_reduce_seconds(mine, nodes, link) + all_gather_seconds(payload_bytes, ranks_per_node, inside)
+    )
+
+
+@final
+@dataclass(frozen=True)
+class Level:
+    """One tier of a tree: ``members`` of ``ranks`` each, which one link per member joins.
+
+    Attributes:
+        name: The tier.
+        members: Nodes of a rack, racks of the network, or on the lowest tier ranks of a node.
+        ranks: Ranks of one member, which share its link.
+    """
+
+    name: str
+    members: int
+    ranks: int
+
+
+def tiered_all_reduce_seconds(payload_bytes: float, levels: Sequence[tuple[Level, Link]]) -> float:
+    """Return the seconds of a hierarchical all-reduce of ``payload_bytes`` over any number of tiers.
+
+    A reduce-scatter on each tier but the last leaves a rank 1/ranks of the payload for the next; on the last it is
+    all-reduced, and all-gathers lead back. On each tier that is together a ring all-reduce of what a rank has there.
+    """
+    return sum(
+        ring_all_reduce_seconds(payload_bytes / level.ranks, level.members, divided(link, level.ranks))
+        for level, link in levels
     )
 
 

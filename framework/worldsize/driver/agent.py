@@ -29,6 +29,7 @@ from worldsize.launch.run_key import read_key
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened
 from worldsize.world.environments import Node, meeting_name, node, port_of
+from worldsize.world.topology import Topology
 
 
 def agent(run: RunDirectory) -> int:
@@ -45,7 +46,9 @@ def agent(run: RunDirectory) -> int:
             f"{socket.gethostname()} does not see the run folder {run.path}. All hosts need it: set run.root to a "
             "folder that they share."
         )
-    settings, place = read_settings(run), node(os.environ)
+    settings = read_settings(run)
+    topology = Topology.read(settings.agents.topology) if settings.agents.topology else None
+    place = node(os.environ, topology, settings.cluster.tiers)
     if place.count != settings.cluster.nodes:
         raise ConfigError(
             f"the run is planned for {settings.cluster.nodes} nodes (cluster.nodes), but started on {place.count}."

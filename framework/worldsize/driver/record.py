@@ -20,7 +20,7 @@ from worldsize.config.catalogue import Plugin, used
 from worldsize.config.compose import additional_folder, choices, task_overrides, variables_of
 from worldsize.config.search_path import bundle
 from worldsize.config.settings import Settings
-from worldsize.core import ConfigError, Plan
+from worldsize.core import ConfigError, ContainerImage, Launcher, Plan
 from worldsize.data.permutation import ORDER
 from worldsize.engine.initial_weights import InitialWeights
 from worldsize.records.redaction import Scrubber, scrubber, withheld
@@ -46,6 +46,7 @@ from worldsize.reproducibility.level import (
     resume_downgrades,
 )
 from worldsize.reproducibility.plugins import digest_of, keep, kept_folder
+from worldsize.world.environments import image_of
 from worldsize.world.world import threads_per_process
 
 _logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         "command": clean.words(sys.argv),
         "code": {key: value for key, value in code.items() if key != "patch"},
         "plugins": [_plugin(plugin, settings, run, clean) for plugin in used(config, choices())],
-        "environment": {**capture_environment(), **_lock(run, clean), "image": None},
+        "environment": {**capture_environment(), **_lock(run, clean), "image": _image(settings)},
         "hardware": [hardware()],
         **_configured(settings, plan, config),
         "overrides": clean.words(task_overrides()),
@@ -211,6 +212,14 @@ def _lock(run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
     """Record the lock file of the working directory, else that of worldsize's clone."""
     project = next((folder for folder in (Path.cwd(), bundle()) if (folder / "uv.lock").exists()), Path.cwd())
     return {"lock_sha256": write_environment(run.environment, project, clean.text)}
+
+
+def _image(settings: Settings) -> dict[str, Any] | None:
+    """Describe the container image of the run's processes; a launcher that starts them here shares its own."""
+    name = settings.launcher.image
+    if name is None and isinstance(settings.launcher, Launcher):
+        name = image_of(os.environ)
+    return asdict(ContainerImage.named(name)) if name else None
 
 
 def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,12 +12,11 @@ from typing import Annotated, final
 
 from worldsize.core import BatchLauncher, Cluster, ConfigError, OneOf, Plan, Range
 from worldsize.core.launcher import cluster_option
+from worldsize.launch.image_launcher import ImageLauncher
 from worldsize.launch.names import job_name
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import read_key, write_key
 from worldsize.launch.templates import filled
-
-_logger = logging.getLogger(__name__)
 
 _RUN_FILES = "/etc/worldsize/run"
 _FILES = ("config.yaml", "overrides.yaml", "run_manifest.json")  # an examination has only the first
@@ -28,10 +26,9 @@ _PATIENCE = 60.0  # seconds for kubectl
 
 @final
 @dataclass(frozen=True)
-class Kubernetes(NodeLauncher, BatchLauncher):
-    """Starts one pod per node, with an agent in it."""
+class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
+    """Starts one pod per node, with an agent in it; code and environment are in the image."""
 
-    image: str | None = cluster_option(None)  # code and environment, best by digest: IMAGE@sha256:...
     run_root: str = cluster_option("/runs")  # where pods keep run folders, on one of the volumes
     workdir: str | None = cluster_option(None)  # the project's folder in the image
     namespace: str = cluster_option("default")
@@ -51,12 +48,7 @@ class Kubernetes(NodeLauncher, BatchLauncher):
     def check(self, cluster: Cluster) -> None:
         if not self.image:
             raise ConfigError("cluster.image is missing: the pods take code and environment from it.")
-        if "@sha256:" not in self.image:
-            _logger.warning(
-                "the image %s is named by a tag, which may be another one tomorrow. "
-                "Name it by its digest (IMAGE@sha256:...) for a run that can be re-created.",
-                self.image,
-            )
+        self.check_image()
         if not any(Path(self.run_root).is_relative_to(each["path"]) for each in self.volumes):
             raise ConfigError(
                 f"cluster.run_root={self.run_root} is on none of cluster.volumes, so a run would end with its pod. "

@@ -15,6 +15,7 @@ from typing import Annotated, Any, final
 
 from worldsize.core import BatchLauncher, Cluster, ConfigError, OneOf, Plan, Range
 from worldsize.core.launcher import cluster_option
+from worldsize.launch.image_launcher import ImageLauncher
 from worldsize.launch.names import job_name
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import write_key
@@ -31,10 +32,10 @@ _OVER = ("SUCCEEDED", "CANCELLED", "FAILED")
 
 @final
 @dataclass(frozen=True)
-class SkyPilot(NodeLauncher, BatchLauncher):
+class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
     """Launches a managed job with one agent per node; its run folder is in ``checkpoint_bucket``.
 
-    If that is a path instead of a bucket, all nodes must share the folder.
+    If that is a path instead of a bucket, all nodes must share the folder. ``image``: as SkyPilot's ``image_id``.
     """
 
     accelerators: str | None = cluster_option(None)  # of a node, e.g. A100:4
@@ -42,7 +43,6 @@ class SkyPilot(NodeLauncher, BatchLauncher):
     spot: bool = cluster_option(False)
     cpus: str | None = cluster_option(None)
     memory: str | None = cluster_option(None)
-    image: str | None = cluster_option(None)
     checkpoint_bucket: str | None = cluster_option(None)  # s3://..., gs://...: outlives the instances; or a folder
     bucket_mode: Annotated[str, OneOf("MOUNT", "MOUNT_CACHED")] = cluster_option("MOUNT")  # or MOUNT_CACHED
     mount: str = cluster_option("/checkpoints")  # where the bucket is seen on the nodes
@@ -58,6 +58,7 @@ class SkyPilot(NodeLauncher, BatchLauncher):
     finds_job_by = ("managed",)
 
     def check(self, cluster: Cluster) -> None:
+        self.check_image()
         if self.spot_recovery is not None:
             _logger.warning(
                 "SkyPilot has called spot_recovery job_recovery since its version 0.8, and refuses the old "

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, final
 
-from worldsize.core import BatchLauncher, Cluster, ConfigError, Plan, Range
+from worldsize.core import BatchLauncher, Cluster, ConfigError, OneOf, Plan, Range
 from worldsize.core.launcher import cluster_option
 from worldsize.errors import WorldsizeError
+from worldsize.launch.image_launcher import ImageLauncher
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import write_key
 from worldsize.launch.templates import filled
@@ -27,8 +28,8 @@ _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 @final
 @dataclass(frozen=True)
-class Slurm(NodeLauncher, BatchLauncher):
-    """Submits one job, in which srun starts one agent per node."""
+class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
+    """Submits one job, in which srun starts one agent per node; with ``image``, in a container."""
 
     heals_over_hosts: ClassVar[bool] = True
 
@@ -43,16 +44,18 @@ class Slurm(NodeLauncher, BatchLauncher):
     exclude: str | None = cluster_option(None)
     exclusive: bool = cluster_option(False)
     setup: Sequence[str] = cluster_option(())  # shell lines before the start, e.g. "module load cuda"
-    container: str | None = cluster_option(None)  # image, where srun has --container-image
+    container_runtime: Annotated[str, OneOf("pyxis", "apptainer")] = cluster_option("pyxis")  # what opens the image
+    mounts: Sequence[str] = cluster_option(())  # folders seen in the container besides this one and that of the runs
     options: Mapping[str, Any] = cluster_option({})  # others of sbatch, by long name; null: one without a value
     signal_before: Annotated[int, Range(least=0, most=65535)] = 120  # seconds before the time limit, in which it saves
     max_requeues: Annotated[int, Range(least=0)] = 100  # times that the run is queued again by itself
     exclude_slow: bool = False  # save and go on in another job, without the node on which a rank is slow
-    python: str | None = None  # interpreter on the nodes; None: this one
+    python: str | None = None  # interpreter on the nodes; None: this one, or with an image the one in it
     wait: bool = False  # come back when the job has ended
 
     def check(self, cluster: Cluster) -> None:
         """Ask Slurm whether it would accept the job."""
+        self.check_image()
         if shutil.which("sbatch") is None:
             raise ConfigError("sbatch is not found. Start from a login node of the cluster, or set cluster=laptop.")
         plan = Plan(Path("run"), cluster, {}, {})
@@ -112,12 +115,30 @@ class Slurm(NodeLauncher, BatchLauncher):
             runs=runs if array else [],
             run='"${runs[$SLURM_ARRAY_TASK_ID]}"' if array else runs[0],
             python=shlex.quote(self.python or sys.executable),
-            srun_options=f" --container-image={shlex.quote(self.container)}" if self.container else "",
+            srun_options="".join(f" {shlex.quote(word)}" for word in self._container(plans, "pyxis")),
+            agent=shlex.join([*self._container(plans, "apptainer"), self._python]),
             max_requeues=self.max_requeues,
             exclude_slow=self.exclude_slow,
             heals=heals(plans[0].roles),
             excluded=shlex.quote(self.exclude or ""),
         )
+
+    @property
+    def _python(self) -> str:
+        return self.python or ("python" if self.image else sys.executable)
+
+    def _container(self, plans: Sequence[Plan], runtime: str) -> list[str]:
+        """Return the words that open the image: options of srun (pyxis), or a command before the agent's."""
+        if self.image is None or self.container_runtime != runtime:
+            return []
+        here = Path.cwd()
+        runs = {plan.run_dir.absolute().parent for plan in plans}
+        folders = [str(here), *sorted(str(each) for each in runs if not each.is_relative_to(here)), *self.mounts]
+        if runtime == "pyxis":
+            mounts = ",".join(each if ":" in each else f"{each}:{each}" for each in folders)
+            return [f"--container-image={self.image}", f"--container-mounts={mounts}", f"--container-workdir={here}"]
+        devices = ["--nv"] if self.gpus_per_node else []
+        return ["apptainer", "exec", *devices, *(f"--bind={each}" for each in folders), f"--pwd={here}", self.image]
 
     def _options(self, cluster: Cluster, plans: Sequence[Plan], folder: Path) -> list[tuple[str, Any]]:
         named: dict[str, Any] = {

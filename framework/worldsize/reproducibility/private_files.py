@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from detect_secrets.plugins.base import RegexBasedDetector
 
-_NAMES = (  # of files, and of folders around them
+PRIVATE_NAMES = (  # of files, and of folders around them
     *(".env*", "*.env", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk"),
     *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*secret*", "*credential*", "*password*", "*passwd*"),
     *(".netrc", "_netrc", ".npmrc", ".pypirc", ".pgpass", ".git-credentials", ".htpasswd", "kubeconfig*"),
@@ -37,7 +37,7 @@ def why_private(path: Path, name: str, *, include: Sequence[str] = ()) -> str | 
     if path.is_symlink() or any(fnmatch(name, pattern) for pattern in include):
         return None
     parts = () if path.suffix == ".py" else PurePath(name.lower()).parts
-    if any(fnmatch(part, pattern) for part in parts for pattern in _NAMES):
+    if any(fnmatch(part, pattern) for part in parts for pattern in PRIVATE_NAMES):
         return "its name"
     if not stat.S_IMODE(path.stat().st_mode) & 0o077 and _umask() & 0o077 != 0o077:
         return "nobody else may read it"

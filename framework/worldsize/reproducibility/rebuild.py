@@ -12,21 +12,29 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 from urllib.parse import urlsplit
 
 from worldsize.errors import WorldsizeError
+from worldsize.reproducibility.container import Container
 from worldsize.reproducibility.environment import packages
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python, and the folders to put before its own import path."""
+    """A Python.
 
-    python: Path
+    Attributes:
+        command: The words that start it.
+        path: Folders to put before its own import path.
+        variables: Environment variables that it needs.
+    """
+
+    command: tuple[str, ...]
     path: tuple[Path, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 @final
@@ -45,6 +53,12 @@ class Lock:
     content: bytes
     project: bytes | None
     python: str
+
+    def write(self, folder: Path) -> None:
+        """Write the files into ``folder``."""
+        (folder / self.name).write_bytes(self.content)
+        if self.project is not None:
+            (folder / "pyproject.toml").write_bytes(self.project)
 
 
 def read_lock(environment: Mapping[str, Any], files: Path) -> Lock:
@@ -71,7 +85,7 @@ def present(code: Path, *, clones: Sequence[Path]) -> Interpreter:
 
     Editable packages that it imports from one of ``clones`` must be imported from ``code`` instead.
     """
-    return Interpreter(Path(sys.executable), tuple(_moved(clones, code)))
+    return Interpreter((sys.executable,), tuple(_moved(clones, code)))
 
 
 def rebuilt(lock: Lock, project: Path, spare: Path) -> Interpreter:
@@ -87,14 +101,54 @@ def rebuilt(lock: Lock, project: Path, spare: Path) -> Interpreter:
     folder = spare / "environment"
     of_project = project / "uv.lock"
     if lock.name == of_project.name and of_project.exists() and of_project.read_bytes() == lock.content:
-        return Interpreter(_synced(lock.python, project), ())
+        return Interpreter((str(_synced(lock.python, project)),), ())
     folder.mkdir()
-    (folder / lock.name).write_bytes(lock.content)
+    lock.write(folder)
     if lock.name == "requirements.txt":
-        return Interpreter(_from_pins(lock.python, folder / lock.name, spare / "venv"), ())
-    if lock.project is not None:
-        (folder / "pyproject.toml").write_bytes(lock.project)
-    return Interpreter(_synced(lock.python, folder, "--no-install-project"), _framework())
+        return Interpreter((str(_from_pins(lock.python, folder / lock.name, spare / "venv")),), ())
+    return Interpreter((str(_synced(lock.python, folder, "--no-install-project")),), _framework())
+
+
+@dataclass(frozen=True)
+class Places:
+    """The folders of a run that is re-created.
+
+    Attributes:
+        folder: The working directory.
+        code: The checkout that it is in.
+        reads: Folders of repositories and data.
+        writes: Folders of runs and temporary files.
+    """
+
+    folder: Path
+    code: Path
+    reads: Sequence[Path]
+    writes: Sequence[Path]
+
+
+def contained(container: Container, places: Places, *, cuda: bool) -> Interpreter:
+    """Return the Python of a container that sees ``places``; ``cuda``: and the GPUs."""
+    path = tuple(_moved(places.reads, places.code)) or _framework()
+    repository = _repository(places.code)
+    reads = [*places.reads, *path, *([repository] if repository else [])]
+    command = container.python(places.folder, writes=places.writes, reads=reads, cuda=cuda)
+    return Interpreter(command, path, {**container.variables, **_apart(repository, places.code.parent)})
+
+
+def _repository(worktree: Path) -> Path | None:
+    """Return the folder of the repository that ``worktree`` belongs to; None if it is none."""
+    link = worktree / ".git"
+    text = link.read_text().strip() if link.is_file() else ""
+    return Path(named[1]) if (named := re.fullmatch(r"gitdir: (.+)/worktrees/[^/]+", text)) else None
+
+
+def _apart(repository: Path | None, spare: Path) -> dict[str, str]:
+    """Return the variables with which git writes new objects into ``spare``, since it may only read the repository."""
+    if repository is None:
+        return {}
+    objects = spare / "objects"
+    objects.mkdir()
+    return {"GIT_OBJECT_DIRECTORY": str(objects), "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(repository / "objects")}
 
 
 def _synced(python: str, project: Path, *options: str) -> Path:

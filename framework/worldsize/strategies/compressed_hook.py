@@ -10,7 +10,6 @@ from functools import partial
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
@@ -24,11 +23,12 @@ from worldsize.collectives.summation import Summation
 from worldsize.core import StateDict, World
 from worldsize.reproducibility.seeds import stream
 from worldsize.strategies.all_reduce_reducer import BucketHook
+from worldsize.strategies.tiers import Tiers
 
 
 @final
 class CompressedHook(BucketHook):
-    """Computes sums by ``summation`` (None: uncompressed); with ``node`` only sums between nodes.
+    """Computes sums by ``summation`` (None: uncompressed); with ``tiers`` only sums of the last tier.
 
     What a message leaves out is added to the next one (error feedback). Random choices follow from the run's ``seed``,
     the step and the bucket.
@@ -39,16 +39,16 @@ class CompressedHook(BucketHook):
         module: DistributedDataParallel,
         world: World,
         summation: Summation | None,
-        node: ProcessGroup | None,
+        tiers: Tiers | None,
         *,
         seed: int = 0,
     ) -> None:
-        self._world, self._summation, self._node = world, summation, node
+        self._world, self._summation, self._tiers = world, summation, tiers
         self._seed, self._step = seed, 0
         self._staged = Staged()
         self._errors: Errors | None = None
         if summation and summation.keeps_errors:
-            self._errors = Errors(module, dist.get_world_size(node) if node else 1)
+            self._errors = Errors(module, tiers.shares if tiers else 1)
 
     @property
     def has_bucket_memory(self) -> bool:
@@ -63,8 +63,8 @@ class CompressedHook(BucketHook):
 
     def _total(self, flat: Tensor, bucket: int) -> Phases:
         add = partial(self._sum, bucket=bucket)
-        if self._node is not None:
-            return hierarchical(flat, self._node, self._world.groups["across"], add)
+        if self._tiers is not None:
+            return hierarchical(flat, self._tiers.inner, self._tiers.across, add)
         assert self._world.group is not None
         return add(flat, self._world.group)
 

@@ -11,6 +11,7 @@ from worldsize.cost.cluster import (
     across,
     all_gather_all_seconds,
     all_reduce_seconds,
+    by_node_bytes,
     by_node_seconds,
     exchanged_across_bytes,
     exchanged_all_seconds,
@@ -60,8 +61,7 @@ class _Sums:
         """Return the bytes that a rank sends in a step, and those that leave its node."""
         payload, cluster = self.payload_bytes, self.cluster
         if self._is_by_node:
-            inside, between = 2 * ring_share(cluster.processes_per_node), 2 * ring_share(cluster.nodes) * self._factor
-            return (inside + between / cluster.processes_per_node) * payload, between * payload
+            return by_node_bytes(payload, cluster, smaller=self._factor)
         if self._is_small:
             sent = (cluster.processes - 1) * payload
             return sent, sent

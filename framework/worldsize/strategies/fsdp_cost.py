@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from worldsize.core import Cluster, Cost, Workload
-from worldsize.cost.cluster import across, link, ring_share, slowest
+from worldsize.cost.cluster import across, ring_share, slowest, spanned
 from worldsize.cost.collectives import all_gather_seconds, divided, exposed_seconds, ring_all_reduce_seconds
 
 
@@ -41,7 +41,7 @@ def fsdp_cost(work: Workload, cluster: Cluster, sharding: FSDPSharding) -> Cost:
     turns = max(1, work.micro_batches)
     gathers, scatters = gathers * turns, scatters * (turns if sharding.accumulates_shards else 1)
     passes = gathers * sharding.gathered_share + scatters * sharding.scattered_share
-    inside = slowest(cluster) if size > cluster.processes_per_node else link(cluster, "node")
+    inside = spanned(cluster, size)
     units = work.blocks + 1  # gathered one by one, the rest of the model as one
     seconds = passes * units * all_gather_seconds(payload / units, size, inside)
     sent = passes * ring_share(size) * payload

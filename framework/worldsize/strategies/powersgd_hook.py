@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +17,7 @@ from worldsize.collectives.per_rank import local_row, stack_per_rank
 from worldsize.collectives.step_timer import phase
 from worldsize.core import StateDict, World
 from worldsize.strategies.all_reduce_reducer import BucketHook
+from worldsize.strategies.tiers import Tiers
 
 _WARM_UP = 2  # passes before torch's hook compresses; they are discarded
 
@@ -26,11 +26,11 @@ _WARM_UP = 2  # passes before torch's hook compresses; they are discarded
 class PowerSGDHook(BucketHook):
     """Sends each gradient matrix as the product of two factors of ``rank`` columns, with error feedback and warm start.
 
-    With ``node``, sums inside a node are exact and those between nodes are compressed.
+    With ``tiers``, only sums of the last tier are compressed; the others, such as those inside a node, are exact.
     """
 
-    def __init__(self, module: DistributedDataParallel, world: World, *, rank: int, node: ProcessGroup | None) -> None:
-        self._world, self._rank, self._node = world, rank, node
+    def __init__(self, module: DistributedDataParallel, world: World, *, rank: int, tiers: Tiers | None) -> None:
+        self._world, self._rank, self._tiers = world, rank, tiers
         self._loaded: Tensor | None = None
         self._length = sum(
             parameter.numel() + _columns(parameter, rank)
@@ -44,14 +44,14 @@ class PowerSGDHook(BucketHook):
         return True
 
     def _fresh(self) -> PowerSGDState:
-        group = self._world.groups["across"] if self._node else self._world.group
+        group = self._tiers.across if self._tiers else self._world.group
         return PowerSGDState(group, self._rank, start_powerSGD_iter=_WARM_UP, orthogonalization_epsilon=1e-8)
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        if self._node is not None:
-            bucket.buffer().div_(dist.get_world_size(self._node))
+        for group in self._tiers.inner if self._tiers else ():
+            bucket.buffer().div_(dist.get_world_size(group))
             with phase("communication"):
-                dist.all_reduce(bucket.buffer(), group=self._node)
+                dist.all_reduce(bucket.buffer(), group=group)
         future: Future[Tensor] = powerSGD_hook(self._torch, bucket)
         if bucket.buffer().device.type == "cpu":
             with phase("communication"):

@@ -21,6 +21,7 @@ from worldsize.strategies.compressed_hook import CompressedHook
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.ordered_reducer import OrderedReducer
 from worldsize.strategies.powersgd_hook import PowerSGDHook
+from worldsize.strategies.tiers import Tiers
 
 CompressionKind = Literal["none", "bf16", "fp16", "int8", "powersgd", "topk", "randomk"]
 
@@ -71,13 +72,13 @@ def interruptible_reducer(
 def compressed_reducer(
     reduce: Reduction, compression: Compression, module: DistributedDataParallel, world: World, *, seed: int
 ) -> GradientReducer:
-    """Make the reducer over ``world`` that compresses sums; with "hierarchical", only those between nodes.
+    """Make the reducer over ``world`` that compresses sums; with "hierarchical", only those of the last tier.
 
     ``seed`` is that of the run.
     """
-    node = world.groups.get("node") if reduce == "hierarchical" else None
+    tiers = Tiers.of(world) if reduce == "hierarchical" else None
     if compression.kind == "powersgd":
-        return AllReduceReducer(module, PowerSGDHook(module, world, rank=compression.powersgd_rank, node=node))
-    if compression.kind == "none" and node is None:
+        return AllReduceReducer(module, PowerSGDHook(module, world, rank=compression.powersgd_rank, tiers=tiers))
+    if compression.kind == "none" and tiers is None:
         return gradient_reducer(reduce, module, world.group)
-    return AllReduceReducer(module, CompressedHook(module, world, compression.summation(), node, seed=seed))
+    return AllReduceReducer(module, CompressedHook(module, world, compression.summation(), tiers, seed=seed))

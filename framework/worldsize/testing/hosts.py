@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,11 @@ def _executable(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
+def _limit(space: str, device: str, rate: str) -> None:
+    limit = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+    _do("tc", "-n", space, "qdisc", "replace", "dev", device, *limit)
+
+
 def _do(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, timeout=20)
 
@@ -57,11 +62,13 @@ class Hosts:
         folder: Folder with their keys and ``ssh_config``.
         name: Text that begins the names of their namespaces.
         count: Number of hosts.
+        racks: Number of racks, of consecutive hosts, each with a switch and an uplink of its own.
     """
 
     folder: Path
     name: str
     count: int
+    racks: int = 1
 
     @property
     def ssh(self) -> list[str]:
@@ -73,16 +80,36 @@ class Hosts:
         named = ("unshare", "--uts", "sh", "-c", f'hostname h{host}; exec "$@"', "sh")
         return ["ip", "netns", "exec", f"{self.name}h{host}", *named, *words]
 
+    @property
+    def switches(self) -> list[str]:
+        """The namespaces of the racks' switches, then, if there are several, that of the one which joins them."""
+        racks = [f"{self.name}sw{rack or ''}" for rack in range(self.racks)]
+        return [*racks, f"{self.name}core"] if self.racks > 1 else racks
+
+    def switch(self, host: int) -> str:
+        """Return the namespace of the switch that a host is connected to."""
+        return self.switches[(host - 1) * self.racks // self.count]
+
     def link(self, host: int, state: str) -> None:
         """Pull the cable ("down") or plug it in ("up")."""
-        _do("ip", "-n", f"{self.name}sw", "link", "set", f"p{host}", state)
+        _do("ip", "-n", self.switch(host), "link", "set", f"p{host}", state)
 
     def shape(self, rate: str, host: int | None = None) -> None:
         """Bound a host's link, or every one, in both directions; ``rate`` as for tc, e.g. "200mbit"."""
-        limit = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
         for each in [host] if host else range(1, self.count + 1):
-            _do("tc", "-n", f"{self.name}h{each}", "qdisc", "replace", "dev", "eth0", *limit)
-            _do("tc", "-n", f"{self.name}sw", "qdisc", "replace", "dev", f"p{each}", *limit)
+            _limit(f"{self.name}h{each}", "eth0", rate)
+            _limit(self.switch(each), f"p{each}", rate)
+
+    def shape_uplinks(self, rate: str) -> None:
+        """Bound the link of each rack to the others, in both directions."""
+        for rack in range(self.racks):
+            _limit(self.switches[rack], "uplink", rate)
+            _limit(self.switches[-1], f"r{rack}", rate)
+
+    def crossed(self, rack: int) -> int:
+        """Return the bytes that have left a rack, from 0, so far, headers included."""
+        counter = ["ip", "netns", "exec", self.switches[rack], "cat", "/sys/class/net/uplink/statistics/tx_bytes"]
+        return int(subprocess.run(counter, capture_output=True, text=True, check=True).stdout)
 
     def ip(self, host: int, *words: str) -> None:
         """Run ``ip`` with ``words`` on a host, e.g. to add a rule that drops what comes to a port."""
@@ -113,9 +140,12 @@ class Hosts:
 
 
 @contextmanager
-def running(folder: Path, *, name: str, count: int) -> Iterator[Hosts]:
-    """Keep ``count`` hosts up within the block; ``name`` begins the names of their namespaces. Needs root."""
-    hosts = Hosts(folder, name, count)
+def running(folder: Path, *, name: str, count: int, racks: int = 1) -> Iterator[Hosts]:
+    """Keep ``count`` hosts up within the block, in ``racks`` racks; needs root.
+
+    ``name`` begins the names of their namespaces.
+    """
+    hosts = Hosts(folder, name, count, racks)
     try:
         _connect(hosts)
         _serve_ssh(hosts)
@@ -124,17 +154,23 @@ def running(folder: Path, *, name: str, count: int) -> Iterator[Hosts]:
         for host in range(1, count + 1):
             hosts.kill(host)
             _forget(f"{name}h{host}")
-        _forget(f"{name}sw")
+        for switch in hosts.switches:
+            _forget(switch)
 
 
 def _connect(hosts: Hosts) -> None:
-    switch = f"{hosts.name}sw"
-    _do("ip", "netns", "add", switch)
-    _do("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-    _do("ip", "-n", switch, "link", "set", "bridge", "up")
+    for switch in hosts.switches:
+        _do("ip", "netns", "add", switch)
+        _do("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _do("ip", "-n", switch, "link", "set", "bridge", "up")
+    for number, rack in enumerate(hosts.switches[:-1]):
+        core = hosts.switches[-1]
+        _do("ip", "-n", rack, "link", "add", "uplink", "type", "veth", "peer", "name", f"r{number}", "netns", core)
+        _do("ip", "-n", rack, "link", "set", "uplink", "master", "bridge", "up")
+        _do("ip", "-n", core, "link", "set", f"r{number}", "master", "bridge", "up")
     known = "".join(f"10.77.0.{host} h{host}\n" for host in range(1, hosts.count + 1))
     for host in range(1, hosts.count + 1):
-        space = f"{hosts.name}h{host}"
+        space, switch = f"{hosts.name}h{host}", hosts.switch(host)
         _do("ip", "netns", "add", space)
         _do("ip", "-n", space, "link", "set", "lo", "up")
         _do("ip", "-n", space, "link", "add", "eth0", "type", "veth", "peer", "name", f"p{host}", "netns", switch)
@@ -175,17 +211,24 @@ def _forget(space: str) -> None:
     shutil.rmtree(Path("/etc/netns", space), ignore_errors=True)
 
 
+def _asked_for(options: argparse.Namespace, folder: Path) -> AbstractContextManager[Hosts]:
+    return running(folder, name=f"ws{os.getpid()}", count=options.count, racks=options.racks)
+
+
 def main() -> None:
     """Run a command on the first of several hosts, and end with its exit code."""
     parser = argparse.ArgumentParser(prog="python -m worldsize.testing.hosts", description=__doc__)
     parser.add_argument("--count", type=int, default=2, help="of hosts (default: 2)")
+    parser.add_argument("--racks", type=int, default=1, help="that the hosts are in (default: 1)")
+    parser.add_argument("--uplink", help="bound of the link of each rack, e.g. 50mbit (default: as fast as it goes)")
     parser.add_argument("--rate", help="of every link, both ways, e.g. 200mbit (default: as fast as it goes)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what host 1 runs")
     options = parser.parse_args()
     if why := missing():
         sys.exit(why)
-    name = f"ws{os.getpid()}"
-    with temporary_folder() as folder, running(folder, name=name, count=options.count) as hosts:
+    with temporary_folder() as folder, _asked_for(options, folder) as hosts:
+        if options.uplink:
+            hosts.shape_uplinks(options.uplink)
         if options.rate:
             hosts.shape(options.rate)
         done = subprocess.run(hosts.on(1, options.command), check=False)

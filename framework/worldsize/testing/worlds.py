@@ -29,23 +29,27 @@ def run_in_worlds(
     *,
     timeout: float = 240.0,
     local_size: int | None = None,
+    tiers: Mapping[str, int] | None = None,
     roles: Mapping[str, Role] | None = None,
 ) -> list[T]:
     """Run ``body(world)`` on each of ``size`` forked processes of one thread, and return their results by rank.
 
-    ``local_size`` processes count as one node (default: all). ``roles`` says what they are, in the order of ranks
-    (default: all train); those that serve are in no process group.
+    ``local_size`` processes count as one node (default: all), and ``tiers`` are those of the cluster, by their nodes.
+    ``roles`` says what the processes are, in the order of ranks (default: all train); those that serve are in no
+    process group.
 
     Raises:
         RuntimeError: a process raised (its traceback), or did not answer within ``timeout`` seconds.
     """
+    nodes = size // (local_size or size)
+    cluster = Cluster("test", nodes, size, "cpu", "gloo", threads=1, timeout=240.0, tiers=tiers or {})
     with temporary_folder() as meeting:
         with ready_to_fork():
             placements = [
                 Placement(rank, size, rank % (local_size or size), local_size or size, f"file://{meeting}/store")
                 for rank in range(size)
             ]
-            started = [_start(body, placement, roles or {"worker": Role(size)}) for placement in placements]
+            started = [_start(body, placement, cluster, roles or {"worker": Role(size)}) for placement in placements]
         try:
             return [_receive(rank, connection, timeout) for rank, (_, connection) in enumerate(started)]
         finally:
@@ -64,22 +68,24 @@ def gathered(losses: Iterable[Tensor], world: World) -> list[float]:
 
 
 def _start(
-    body: Callable[[World], T], placement: Placement, roles: Mapping[str, Role]
+    body: Callable[[World], T], placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
 ) -> tuple[BaseProcess, Connection[bytes, bytes]]:
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_body, args=(body, placement, roles, sender))
+    process = context.Process(target=_body, args=(body, placement, cluster, roles, sender))
     process.start()
     sender.close()
     return process, receiver
 
 
 def _body(
-    body: Callable[[World], T], placement: Placement, roles: Mapping[str, Role], sender: Connection[bytes, bytes]
+    body: Callable[[World], T],
+    placement: Placement,
+    cluster: Cluster,
+    roles: Mapping[str, Role],
+    sender: Connection[bytes, bytes],
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    size = placement.world_size
-    cluster = Cluster("test", size // placement.local_world_size, size, "cpu", "gloo", threads=1, timeout=240.0)
     try:
         with open_world(placement, cluster, roles) as world:
             _answer(sender, succeeded=True, result=body(world))

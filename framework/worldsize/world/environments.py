@@ -14,6 +14,7 @@ from typing import Any
 
 from worldsize.errors import ConfigError, neighbours
 from worldsize.world.interfaces import address_towards
+from worldsize.world.topology import Topology, expanded
 
 Environ = Mapping[str, str]
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -162,13 +163,14 @@ def _store(environ: Environ, job: str) -> str:
 # ---------------------------------------------------------------- one host
 
 
-def node(environ: Environ) -> Node:
+def node(environ: Environ, topology: Topology | None = None, tiers: Mapping[str, int] | None = None) -> Node:
     """Read this host's place from Kubernetes (an indexed job), SkyPilot or Slurm (one task per node).
 
     Otherwise it is the only host. ``WORLDSIZE_NODE_RANK``, ``WORLDSIZE_NODES`` and ``WORLDSIZE_FIRST`` take precedence.
+    Slurm's hosts are ordered by ``topology``, of which they must make the ``tiers``.
 
     Raises:
-        ConfigError: variables are missing, are no numbers, or contradict each other.
+        ConfigError: variables are missing, are no numbers, or contradict each other or the topology.
     """
     if "WORLDSIZE_NODES" in environ:
         own = "WORLDSIZE_NODE_RANK" if "WORLDSIZE_NODE_RANK" in environ else "JOB_COMPLETION_INDEX"
@@ -188,6 +190,10 @@ def node(environ: Environ) -> Node:
                 f"srun has started {tasks} tasks on {count} nodes; one a node starts the others. "
                 "Set --ntasks-per-node=1."
             )
+        if topology is not None and count > 1:
+            hosts = topology.ordered(expanded(environ["SLURM_STEP_NODELIST"]))
+            topology.check(hosts, tiers or {})
+            return _noded(hosts.index(host_name(environ)), count, hosts[0])
         return _noded(rank, count, _first_of_slurm(environ))
     return Node()
 
@@ -241,6 +247,11 @@ def job_of(environ: Environ) -> dict[str, Any] | None:
 def host_name(environ: Environ) -> str:
     """Return the name by which the scheduler knows this host."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def image_of(environ: Environ) -> str | None:
+    """Return the name of the container image that this process runs in, if whoever started it has told."""
+    return environ.get("WORLDSIZE_IMAGE") or None
 
 
 def meeting_name(run_id: str, environ: Environ) -> str:

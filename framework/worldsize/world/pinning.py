@@ -16,7 +16,7 @@ from typing import Any, final
 
 from worldsize.core import Cluster, Pinning
 from worldsize.errors import ConfigError
-from worldsize.world.topology import Topology, read_topology, shortened
+from worldsize.world.machine import MachineTopology, read_topology, shortened
 
 _logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Pins:
 
 
 def plan_pins(
-    pinning: Pinning, machine: Topology, *, usable: Set[int], processes: int, gpus: Sequence[str] = ()
+    pinning: Pinning, machine: MachineTopology, *, usable: Set[int], processes: int, gpus: Sequence[str] = ()
 ) -> Pins:
     """Decide where the processes of this machine run.
 
@@ -104,7 +104,7 @@ def plan_pins(
 
 
 def _why_not(
-    machine: Topology, nodes: Mapping[int, Set[int]], usable: Set[int], processes: int, gpus: Sequence[str]
+    machine: MachineTopology, nodes: Mapping[int, Set[int]], usable: Set[int], processes: int, gpus: Sequence[str]
 ) -> str:
     """Return why "auto" leaves the processes to the kernel; empty if it pins them."""
     if usable < machine.cores:
@@ -118,7 +118,7 @@ def _why_not(
     return ""
 
 
-def _homes(machine: Topology, nodes: Mapping[int, Set[int]], processes: int, gpus: Sequence[str]) -> list[int]:
+def _homes(machine: MachineTopology, nodes: Mapping[int, Set[int]], processes: int, gpus: Sequence[str]) -> list[int]:
     """Return the NUMA node of each process: that of its GPU if it is known, else neighbouring ranks share one."""
     order = sorted(nodes)
     spread = [order[rank * len(order) // processes] for rank in range(processes)]
@@ -126,7 +126,9 @@ def _homes(machine: Topology, nodes: Mapping[int, Set[int]], processes: int, gpu
     return [home if home in nodes else other for home, other in zip(known, spread, strict=True)]  # type: ignore[misc]
 
 
-def _shares(machine: Topology, nodes: Mapping[int, frozenset[int]], homes: Sequence[int]) -> list[frozenset[int]]:
+def _shares(
+    machine: MachineTopology, nodes: Mapping[int, frozenset[int]], homes: Sequence[int]
+) -> list[frozenset[int]]:
     """Divide the physical cores of each NUMA node over its processes, in order of their ranks."""
     shares = dict[int, frozenset[int]]()
     for home in set(homes):
@@ -145,7 +147,7 @@ def _shares(machine: Topology, nodes: Mapping[int, frozenset[int]], homes: Seque
     return [shares[rank] for rank in range(len(homes))]
 
 
-def pins_here(cluster: Cluster, environ: Mapping[str, str], *, machine: Topology | None = None) -> Pins:
+def pins_here(cluster: Cluster, environ: Mapping[str, str], *, machine: MachineTopology | None = None) -> Pins:
     """Decide where the processes of this machine run, before they are started.
 
     ``machine``: its topology; None: it is read from the kernel.
@@ -180,7 +182,7 @@ def pin_process(cluster: Cluster, *, local_rank: int, processes: int) -> Pin | N
     return pin
 
 
-def visible_gpus(machine: Topology, environ: Mapping[str, str], processes: int) -> list[str]:
+def visible_gpus(machine: MachineTopology, environ: Mapping[str, str], processes: int) -> list[str]:
     """Guess the PCI addresses of the GPUs of this machine by local rank, before CUDA is there to ask.
 
     GPUs of one model are numbered in the order of their addresses; CUDA_VISIBLE_DEVICES may choose among them.

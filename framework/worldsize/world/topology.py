@@ -1,90 +1,186 @@
-"""Reads from the kernel which cores, GPUs and InfiniBand adapters of this machine are close to each other."""
+"""The tree of switches that joins hosts (racks, pods, rails), from Slurm's topology.conf or a YAML file."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count, product
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
-_NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")  # PCI vendor; classes of GPUs with and without a display
+import yaml
+
+from worldsize.errors import ConfigError
+from worldsize.files import read_regular
+
+TIERS = ("rack", "pod", "hall")  # names of what has no other: the switches next to the hosts, those above, ...
+_LARGEST_FILE = 1 << 26  # bytes
+_MOST_HOSTS = 1_000_000
+_WORD = re.compile(r'(\w+)=("[^"]*"|\S+)')
+_PART = re.compile(r"\[([^\[\]]*)\]")
 
 
 @final
 @dataclass(frozen=True)
 class Topology:
-    """A machine.
+    """The switches above each host.
 
     Attributes:
-        cores: Its logical processors that are online.
-        numa: The logical processors of each NUMA node that has some, by its number.
-        physical: The lowest logical processor of the same physical core, by logical processor.
-        gpus: NUMA nodes of its GPUs by PCI address, in the order of the addresses; None: the kernel does not know.
-        adapters: NUMA nodes of its InfiniBand and RoCE adapters by name; None: the kernel does not know.
+        paths: By host: the names of the switches between the outermost and the host, the outermost first.
     """
 
-    cores: frozenset[int]
-    numa: Mapping[int, frozenset[int]]
-    physical: Mapping[int, int]
-    gpus: Mapping[str, int | None]
-    adapters: Mapping[str, int | None]
+    paths: Mapping[str, tuple[str, ...]]
+
+    @staticmethod
+    def read(path: Path) -> Topology:
+        """Read a file: YAML if it ends in ``.yaml`` or ``.yml``, else Slurm's topology.conf.
+
+        In YAML a switch is a key. Below it are other switches, or hosts: a list, or text such as "node[01-16]".
+
+        Raises:
+            ConfigError: it cannot be read, or describes no tree.
+        """
+        try:
+            text = read_regular(path, at_most=_LARGEST_FILE).decode()
+            if path.suffix in (".yaml", ".yml"):
+                return Topology(dict(_of_tree(yaml.safe_load(text), ())))
+            return Topology(dict(_of_slurm(text)))
+        except OSError as error:
+            raise ConfigError(f"cluster.topology={path} cannot be read: {error.strerror}.") from error
+        except (ValueError, yaml.YAMLError, RecursionError) as error:
+            raise ConfigError(f"cluster.topology={path}: {error}") from error
+
+    def ordered(self, hosts: Sequence[str]) -> list[str]:
+        """Return ``hosts`` so that those below one switch are neighbours, and the first stays the first.
+
+        Raises:
+            ConfigError: a host is not in the tree.
+        """
+        places: dict[tuple[str, ...], int] = {}
+        for host in hosts:
+            for depth in range(len(self._path(host)) + 1):
+                places.setdefault(self._path(host)[:depth], len(places))
+        return sorted(hosts, key=lambda host: [places[self._path(host)[:n]] for n in range(len(self._path(host)) + 1)])
+
+    def sizes(self, hosts: Sequence[str]) -> list[int]:
+        """Return how many of ``hosts`` are below one switch, for each level that divides them, the innermost first.
+
+        A level is left out if it has all hosts below one switch, or one host below each.
+
+        Raises:
+            ConfigError: a host is not in the tree, or switches of one level have different numbers of these hosts.
+        """
+        several = []
+        for level in range(min(len(self._path(host)) for host in hosts)):
+            counts = Counter(self._path(host)[: len(self._path(host)) - level] for host in hosts)
+            if len({*counts.values()}) > 1:
+                told = ", ".join(f"{count} below {'/'.join(switch)}" for switch, count in sorted(counts.items())[:4])
+                raise ConfigError(
+                    f"cluster.topology: sums by tier need equally many hosts below each switch; there are {told}. "
+                    "Choose other hosts, or leave out cluster.topology."
+                )
+            if len(counts) < len(hosts) and len(counts) > 1:
+                several.append(len(hosts) // len(counts))
+        return sorted({*several})
+
+    def check(self, hosts: Sequence[str], tiers: Mapping[str, int]) -> None:
+        """Raise ConfigError unless the switches above ``hosts``, which are in order, make these ``tiers``."""
+        sizes = self.sizes(hosts)
+        if missing := [f"{name}={count}" for name, count in tiers.items() if count not in sizes]:
+            raise ConfigError(
+                f"cluster.tiers.{missing[0]}: by cluster.topology the switches above these {len(hosts)} hosts have "
+                f"{' and '.join(map(str, sizes)) or 'no equal number'} of them each. Set that, or choose other hosts."
+            )
+
+    def _path(self, host: str) -> tuple[str, ...]:
+        name = host.rpartition("@")[2]
+        if name not in self.paths:
+            raise ConfigError(f"cluster.topology names no switch above the host {name}. Add it, or leave it out.")
+        return self.paths[name]
 
 
-def read_topology(root: Path = Path("/")) -> Topology:
-    """Read the topology of the machine whose ``/sys`` is below ``root``.
+def tier_names() -> Iterator[str]:
+    """Yield the names of tiers that a file makes: rack, pod, hall, tier4, ..., the innermost first."""
+    yield from TIERS
+    yield from (f"tier{number}" for number in count(len(TIERS) + 1))
 
-    Where the kernel says nothing, as in some containers, all processors are one NUMA node.
+
+def expanded(hosts: str) -> list[str]:
+    """Expand Slurm's list of hosts, such as "gpu[03-05,7],cpu1", to their names.
+
+    Raises:
+        ValueError: a bracket is not closed, a range is none, or there are more than a million hosts.
     """
-    system, devices = root / "sys/devices/system", root / "sys/bus/pci/devices"
-    cores = frozenset(listed(_text(system / "cpu/online")))
-    numa = {
-        int(folder.name.removeprefix("node")): cores & frozenset(listed(_text(folder / "cpulist")))
-        for folder in sorted((system / "node").glob("node[0-9]*"))
-    }
-    siblings = {core: _text(system / f"cpu/cpu{core}/topology/thread_siblings_list") for core in cores}
-    gpus = {
-        folder.name: _numa_node(folder)
-        for folder in sorted(devices.glob("*"))
-        if _text(folder / "vendor") == _NVIDIA and _text(folder / "class").startswith(_DISPLAYS)
-    }
-    adapters = {
-        folder.name: _numa_node(folder / "device") for folder in sorted((root / "sys/class/infiniband").glob("*"))
-    }
-    return Topology(
-        cores,
-        {node: own for node, own in numa.items() if own} or {0: cores},
-        {core: min(listed(text), default=core) for core, text in siblings.items()},
-        gpus,
-        adapters,
-    )
+    names: list[str] = []
+    for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[\[\]]", hosts):
+        if word in "[]":
+            raise ValueError(f"{hosts!r} has a bracket that has no other")
+        pieces = _PART.split(word)
+        choices = [list(_range(piece)) if odd % 2 else [piece] for odd, piece in enumerate(pieces)]
+        names.extend("".join(parts) for parts in product(*choices))
+        if len(names) > _MOST_HOSTS:
+            raise ValueError(f"{hosts[:80]!r} has more than {_MOST_HOSTS:,} hosts")
+    return names
 
 
-def _text(path: Path) -> str:
-    with suppress(OSError):
-        return path.read_text().strip()
-    return ""
+def _range(text: str) -> Iterator[str]:
+    """Yield the numbers of "03-05,7", with as many digits as they are written with."""
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip(), re.ASCII)
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if not 0 <= int(last) - int(first) < _MOST_HOSTS:
+            raise ValueError(f"{part!r} is no range of numbers")
+        yield from (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
 
 
-def _numa_node(device: Path) -> int | None:
-    """Return the NUMA node of a PCI device; None: the kernel does not know it, which it writes as -1."""
-    text = _text(device / "numa_node")
-    return int(text) if re.fullmatch(r"\d+", text, re.ASCII) else None
+def _of_tree(node: Any, above: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if isinstance(node, dict) and node:
+        yield from _once(chain.from_iterable(_of_tree(below, (*above, str(name))) for name, below in node.items()))
+    elif above and isinstance(node, str | list):
+        listed = [node] if isinstance(node, str) else node
+        yield from _once((host, above) for each in listed for host in expanded(str(each)))
+    else:
+        raise ValueError(
+            f"{'/'.join(above) or 'the file'} has {type(node).__name__}, and should have switches or hosts."
+        )
 
 
-def listed(text: str) -> list[int]:
-    """Expand the kernel's "0-3,8" to [0, 1, 2, 3, 8]."""
-    spans = re.findall(r"(\d+)(?:-(\d+))?", text)
-    return [number for first, last in spans for number in range(int(first), int(last or first) + 1)]
+def _once(hosts: Iterator[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    known: set[str] = set()
+    for host, path in hosts:
+        if host in known:
+            raise ValueError(f"the host {host} is below two switches, and a tree has one way to each.")
+        known.add(host)
+        yield host, path
 
 
-def shortened(numbers: Iterable[int]) -> str:
-    """Write numbers as the kernel does: "0-3,8"."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+def _of_slurm(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Read the lines of topology.conf: a switch (or a block) with its hosts, or with the switches below it."""
+    above: dict[str, str] = {}
+    hosts: dict[str, list[str]] = {}
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        values = {key.lower(): value.strip('"') for key, value in _WORD.findall(line.partition("#")[0])}
+        name = values.get("switchname") or values.get("blockname")
+        if name is None:
+            continue
+        hosts[name] = expanded(values.get("nodes", ""))
+        for below in expanded(values.get("switches", "")):
+            if below in above:
+                raise ValueError(f"the switch {below} is below both {above[below]} and {name}, and a tree has one way.")
+            above[below] = name
+    if not any(hosts.values()):
+        raise ValueError("no line names a switch and its hosts, as SwitchName=s1 Nodes=node[1-4].")
+    if unknown := sorted(above.keys() - hosts.keys()):
+        raise ValueError(f"the switch {unknown[0]} is below {above[unknown[0]]}, and no line describes it.")
+    yield from _once((host, _ancestors(name, above)) for name, names in hosts.items() for host in names)
+
+
+def _ancestors(name: str, above: Mapping[str, str]) -> tuple[str, ...]:
+    path = [name]
+    while path[0] in above:
+        path.insert(0, above[path[0]])
+        if path[0] in path[1:]:
+            raise ValueError(f"the switch {path[0]} is below itself.")
+    return tuple(path)

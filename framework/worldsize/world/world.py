@@ -119,6 +119,8 @@ def world_of(
     """
     timeout = timedelta(seconds=cluster.timeout)
     groups = _groups(placement, roles, timeout, host_backend) if dist.is_initialized() else {}
+    if "node" in groups and cluster.tiers:
+        groups |= _tier_groups(placement, cluster.tiers, timeout)
     return _world(placement, device, roles, groups)
 
 
@@ -217,6 +219,19 @@ def _node_groups(placement: Placement, timeout: timedelta) -> dict[str, ProcessG
         "node": _own_group(everyone[first : first + size], everyone, timeout),
         "across": _own_group(everyone[placement.local_rank :: size], everyone, timeout),
     }
+
+
+def _tier_groups(placement: Placement, tiers: Mapping[str, int], timeout: timedelta) -> dict[str, ProcessGroup]:
+    """Return this rank's group of each tier: the ranks of one unit that have the same place in the units below."""
+    everyone, below = range(placement.world_size), placement.local_world_size
+    units = {name: nodes * placement.local_world_size for name, nodes in tiers.items()}
+    groups = {}
+    for name, unit in {**units, "network": placement.world_size}.items():
+        first = placement.rank // unit * unit
+        members = everyone[first + placement.rank % below : first + unit : below]
+        groups[f"tier/{name}"] = _own_group(members, everyone, timeout)
+        below = unit
+    return groups
 
 
 def _group(members: range, everyone: range, timeout: timedelta) -> ProcessGroup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from worldsize.core import Cluster, Cost, Workload
-from worldsize.cost.cluster import link, ring_share, slowest
+from worldsize.cost.cluster import link, ring_share, slowest, spanned
 from worldsize.cost.collectives import (
     all_gather_seconds,
     bubble_share,
@@ -34,7 +34,7 @@ def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches
     waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, layout.tensor, near)
     if layout.pipeline > 1:
         waited += 2 * message_seconds(work.boundary_bytes, divided(slowest(cluster), edge)) * count
-    along = divided(slowest(cluster), rings) if rings else near
+    along = divided(spanned(cluster, layout.data * layout.tensor), rings) if rings else near
     along_data = gathers * all_gather_seconds(held, layout.data, along)
     exposed = waited + exposed_seconds(along_data, 0.0 if on_cpu else work.overlap * work.compute_seconds)
     sharded = gathers * ring_share(layout.data) * held

@@ -1,0 +1,154 @@
+"""Switches above hosts, from Slurm's topology.conf and from YAML: the order of hosts, and the tiers that they make."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worldsize.config.cluster import cluster_of
+from worldsize.config.shape import with_topology
+from worldsize.errors import ConfigError
+from worldsize.world.environments import node
+from worldsize.world.topology import Topology, expanded
+
+# the example of Slurm's manual, with a comment, another case of letters, and a continued line
+SLURM = """
+# two racks below one switch
+SwitchName=s0 Nodes=dev[0-5]
+switchname=s1 nodes=dev-[6-11],login LinkSpeed=100   # links are not read
+SwitchName=s2 \\
+  Switches=s[0-1]
+"""
+YAML = """
+west:
+  r1: "h[01-02]"
+  r2: [h03, h04]
+east:
+  r3: [h05, h06]
+  r4: [h07, h08]
+"""
+
+
+def topology(folder: Path, text: str, name: str = "topology.yaml") -> Topology:
+    (folder / name).write_text(text)
+    return Topology.read(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("a", ["a"]),
+        ("gpu[03-05,7],cpu1", ["gpu03", "gpu04", "gpu05", "gpu7", "cpu1"]),
+        ("r[1-2]n[08-10]x", [f"r{r}n{n}x" for r in (1, 2) for n in ("08", "09", "10")]),
+        ("", []),
+    ],
+)
+def test_a_list_of_hosts_is_expanded_as_slurm_does(text: str, names: list[str]) -> None:
+    assert expanded(text) == names
+
+
+@pytest.mark.parametrize("text", ["a[1-", "a]1", "a[3-1]", "a[x]", "a[]", "a[0-9999999]", "a[0-9999]b[0-9999]"])
+def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"bracket|range|hosts"):
+        expanded(text)
+
+
+def test_slurms_file_is_read(tmp_path: Path) -> None:
+    tree = topology(tmp_path, SLURM, "topology.conf")
+    assert tree.paths["dev3"] == ("s2", "s0")
+    assert tree.paths["dev-11"] == ("s2", "s1")
+    assert tree.paths["login"] == ("s2", "s1")
+    assert len(tree.paths) == 13
+    blocks = topology(tmp_path, "BlockName=b1 Nodes=n[1-4]\nBlockName=b2 Nodes=n[5-8]\nBlockSizes=4\n", "topology.conf")
+    assert blocks.paths["n5"] == ("b2",)
+
+
+def test_hosts_below_one_switch_become_neighbours_and_the_first_stays_the_first(tmp_path: Path) -> None:
+    tree = topology(tmp_path, YAML)
+    hosts = ["h06", "h01", "h03", "h05", "h08", "h02", "h04", "h07"]
+    assert tree.ordered(hosts) == ["h06", "h05", "h08", "h07", "h01", "h02", "h03", "h04"]
+    assert tree.sizes(tree.ordered(hosts)) == [2, 4]
+    assert tree.sizes(["h01", "h02", "h05", "h06"]) == [2]  # a rack and a region are the same there
+    assert tree.sizes(["h01", "h02"]) == tree.sizes(["h01", "h03"]) == []
+    with pytest.raises(ConfigError, match="1 below west/r1, 2 below west/r2"):
+        tree.sizes(["h01", "h03", "h04"])
+    with pytest.raises(ConfigError, match="no switch above the host h99"):
+        tree.ordered(["h99"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("t.yaml", "a: [h1]\nb: [h1]\n", "h1 is below two switches"),
+        ("t.yaml", "[h1, h2]", "the file has list, and should have switches"),
+        ("t.yaml", "a: {b: 3}", "a/b has int, and should have"),
+        ("t.yaml", "a: [", "t.yaml"),
+        ("t.yaml", "", "the file has NoneType"),
+        ("t.conf", "SwitchName=a Nodes=h[1-2]\nSwitchName=b Nodes=h2\n", "h2 is below two switches"),
+        ("t.conf", "SwitchName=a Nodes=h1 Switches=b\nSwitchName=b Switches=a\n", "below itself"),
+        ("t.conf", "SwitchName=a Nodes=h1\nSwitchName=b Switches=a,c\n", "the switch c is below b, and no line"),
+        ("t.conf", "SwitchName=a Nodes=h1\nSwitchName=b Switches=a\nSwitchName=c Switches=a\n", "below both b and c"),
+        ("t.conf", "# nothing\n", "no line names a switch"),
+        ("t.conf", "SwitchName=a Nodes=h[1-\n", "bracket"),
+    ],
+)
+def test_a_file_that_is_no_tree_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        topology(tmp_path, text, name)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Topology.read(tmp_path / "nowhere.conf")
+
+
+def test_hosts_of_a_cluster_are_ordered_and_make_its_tiers(tmp_path: Path) -> None:
+    topology(tmp_path, YAML)
+    given = {"topology": str(tmp_path / "topology.yaml"), "hosts": ["h01", "me@h05", "h02", "h06"], "tiers": {}}
+    cluster = with_topology(given)
+    assert (cluster["hosts"], cluster["tiers"]) == (["h01", "h02", "me@h05", "h06"], {"rack": 2})
+    assert with_topology({**given, "tiers": {"island": 2}})["tiers"] == {"island": 2}
+    with pytest.raises(ConfigError, match=r"cluster\.tiers\.rack=4: .* these 4 hosts have 2 of them each"):
+        with_topology({**given, "tiers": {"rack": 4}})
+
+
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        ({"rack": 3}, "divide the 8 nodes"),
+        ({"rack": 8}, "divide the 8 nodes"),
+        ({"rack": 1}, "several of a node"),
+        ({"rack": 4, "pod": 4}, "several of a rack"),
+        ({"node": 2}, "has the name of another tier"),
+    ],
+)
+def test_tiers_that_do_not_divide_the_nodes_are_refused(tiers: dict[str, int], message: str) -> None:
+    config: dict[str, Any] = {"name": "test", "nodes": 8, "processes": 8, "device": "cpu"}
+    with pytest.raises(ConfigError, match=message):
+        cluster_of({**config, "tiers": tiers}, None)
+    assert list(cluster_of({**config, "tiers": {"pod": 4, "rack": 2}}, None).tiers.items()) == [("rack", 2), ("pod", 4)]
+
+
+def test_nodes_of_a_job_of_slurm_are_numbered_by_the_switches(tmp_path: Path) -> None:
+    tree = topology(tmp_path, YAML)
+    job = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "4"}
+    names = ["h01", "h05", "h02", "h06"]
+    job |= {"SLURM_STEP_NODELIST": "h[01,05,02,06]"}
+
+    def place(number: int, tiers: dict[str, int]) -> tuple[int, str | None]:
+        there = node({**job, "SLURM_NODEID": str(number), "SLURMD_NODENAME": names[number]}, tree, tiers)
+        return there.rank, there.first
+
+    assert [place(number, {"rack": 2}) for number in range(4)] == [(0, "h01"), (2, "h01"), (1, "h01"), (3, "h01")]
+    with pytest.raises(ConfigError, match=r"cluster\.tiers\.rack=3"):
+        place(0, {"rack": 3})
+
+
+def test_agents_are_started_in_the_order_of_the_switches(train: Any, tmp_path: Path) -> None:
+    topology(tmp_path, YAML)
+    hosts = ("+cluster=ssh", "cluster.hosts=[h01,h05,h02,h06]", "cluster.ssh=[true]", "cluster.folder=null")
+    run = train("recipe=digits", *hosts, f"cluster.topology={tmp_path}/topology.yaml", "launch=show")
+    assert run.code == 0, run.error
+    lines = [line for line in run.output.splitlines() if "WORLDSIZE_NODE_RANK" in line]
+    places = [re.search(r" (h0\d) .*WORLDSIZE_NODE_RANK=(\d)", line) for line in lines]
+    assert [place and place.groups() for place in places] == [("h01", "0"), ("h02", "1"), ("h05", "2"), ("h06", "3")]
