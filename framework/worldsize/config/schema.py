@@ -56,7 +56,9 @@ class ClusterSchema:
     For a strategy that heals (``strategy.on_failure=heal``): ``min_processes``, with which it goes on at least, and
     ``spares``: further processes, which wait to take the places of those that die. ``peak_flops``: dense operations a
     second of one process's device, of which the MFU is the share that the model uses (default: that of a known GPU).
-    ``debug``: NCCL and torch tell what they do, in the logs of the processes.
+    ``debug``: NCCL and torch tell what they do, in the logs of the processes. ``scale_lr``: rule by which ``lr``
+    follows the samples of an update where these depend on the number of workers, relative to the ``base_batch`` samples
+    for which it was chosen (default: ``batch_size``).
     """
 
     name: str = MISSING
@@ -80,6 +82,8 @@ class ClusterSchema:
     spares: Annotated[int, Range(least=0, most=256)] = 0
     peak_flops: Annotated[float | None, Range(above=0, hint="it is in operations a second")] = None
     debug: bool = False
+    scale_lr: Annotated[str, OneOf("none", "linear", "sqrt")] = "none"
+    base_batch: Annotated[int | None, _COUNT] = None
     links: dict[str, LinkSchema] = field(default_factory=dict)
 
 
