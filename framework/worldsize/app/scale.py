@@ -269,21 +269,21 @@ def outcome(points: Sequence[Point], least: float | None) -> dict[str, Any]:
 def table(points: Sequence[Point], *, title: str, least: float | None = None) -> Table:
     """Build the table of points; the knee of each strategy is marked."""
     knee, on_nodes = knees(points, least=least), any(point.nodes > 1 for point in points)
-    drawn = Table(
-        "strategy", "nodes × each" if on_nodes else "processes", "micro-batches", "step", "spread", title=title
-    )
-    for column in (*PHASES, "samples/s", "efficiency", "predicted", "marginal", "predicted step", "error"):
+    shape = ["micro-batches"] if any(point.accumulation > 1 for point in points) else []
+    drawn = Table("strategy", "nodes × each" if on_nodes else "processes", title=title)
+    for column in (*shape, "step", "spread", *PHASES, "samples/s", "efficiency", "marginal", "predicted", "error"):
         drawn.add_column(column)
-    predicted = predicted_efficiencies(points) or [None] * len(points)
-    for point, share, expected, further in zip(points, efficiencies(points), predicted, marginals(points), strict=True):
+    expected = predicted_efficiencies(points) or [None] * len(points)
+    rows = zip(points, efficiencies(points), expected, marginals(points), strict=True)
+    for point, share, foreseen, further in rows:
         bends = point.world_size == knee[point.strategy]
         size = point.shape if on_nodes else str(point.world_size)
-        cells = [point.strategy, f"{size}{' (knee)' if bends else ''}", str(point.accumulation)]
+        cells = [point.strategy, f"{size}{' (knee)' if bends else ''}", *([str(point.accumulation)] if shape else [])]
         cells += [time_text(point.step_seconds), f"± {time_text(point.spread_seconds / 2)}"]
         cells += [time_text(point.phases[phase]) if phase in point.phases else "" for phase in PHASES]
-        cells += [f"{point.samples_per_second:,.0f}", f"{share:.0%}", "" if expected is None else f"{expected:.0%}"]
-        cells += ["" if further is None else f"{further:.0%}"]
+        cells += [f"{point.samples_per_second:,.0f}", f"{share:.0%}", "" if further is None else f"{further:.0%}"]
         if point.predicted_seconds is not None:
-            cells += [time_text(point.predicted_seconds), f"{point.error:+.0%}"]
+            of_that = "" if foreseen is None else f" ({foreseen:.0%})"
+            cells += [f"{time_text(point.predicted_seconds)}{of_that}", f"{point.error:+.0%}"]
         drawn.add_row(*cells, style="bold" if bends else None)
     return drawn

@@ -153,9 +153,10 @@ _FIGURES = (
 def study_charts(study: Study) -> list[Chart]:
     """Draw throughput, efficiency, and the phases of each series that has measured any."""
     key = tuple((plain(name), f"c{index % SERIES + 1}") for index, name in enumerate(study.series))
+    throughput, efficiency = (_PREDICTED, _PREDICTED_SHARE) if study.facts.get("predicted") else (_LEGEND, _RELATIVE)
     return [
-        Chart("Throughput", draw("Throughput", partial(_throughput, study=study), height=260), _LEGEND, key),
-        Chart("Efficiency", draw("Efficiency", partial(_efficiency, study=study), height=260), _RELATIVE, key),
+        Chart("Throughput", draw("Throughput", partial(_throughput, study=study), height=260), throughput, key),
+        Chart("Efficiency", draw("Efficiency", partial(_efficiency, study=study), height=260), efficiency, key),
         *(_breakdown(name, points) for name, points in study.series.items() if any(point.phases for point in points)),
     ]
 
@@ -164,6 +165,11 @@ _LEGEND = "Dots: measured, with spread. Dashed: predicted. Dotted: ideal. Ring: 
 _RELATIVE = (
     "Samples a second of each process, against the smallest world size. Dashed: predicted. Ring: the knee. "
     "To the right of an upright line: several nodes."
+)
+
+_PREDICTED = "Predicted; nothing was run. Dotted: ideal. Ring: the knee."
+_PREDICTED_SHARE = (
+    "Share of a step that computes, predicted. Ring: the knee. To the right of an upright line: several nodes."
 )
 
 
