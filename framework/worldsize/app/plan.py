@@ -123,7 +123,8 @@ def _show(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str] | N
             shared = settings.training.batch_size // settings.logical_ranks
         curve = Curve(choices()["recipe"] if size is None else f"{options.model_size:g} parameters", is_weak=is_weak)
         for word in sizes:
-            curve.add(word, lambda refused, word=word: _strategies(refused, shared, names, [word]), predictor)
+            reasons: dict[str, str] = {}
+            curve.add(word, _strategies(reasons, shared, names, [word]), predictor, reasons)
         return _curve(curve, options)
     _print(rank_table(settings.cluster, settings.strategy.groups(settings.cluster)))
     cluster = predictor.cluster(settings)

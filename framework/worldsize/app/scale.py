@@ -257,7 +257,7 @@ def _measured(point: Planned, run: Path) -> Point:
 
 def outcome(points: Sequence[Point], least: float | None) -> dict[str, Any]:
     """Return what ``scaling.json`` has of measured points; ``least`` is that of :func:`knees`."""
-    predicted = predicted_efficiencies(points) or [None] * len(points)
+    predicted: Sequence[float | None] = predicted_efficiencies(points) or [None] * len(points)
     columns = zip(points, efficiencies(points), predicted, marginals(points), strict=True)
     rows = [
         {**asdict(point), "efficiency": share, "predicted_efficiency": expected, "marginal": further}
@@ -273,7 +273,7 @@ def table(points: Sequence[Point], *, title: str, least: float | None = None) ->
     drawn = Table("strategy", "nodes × each" if on_nodes else "processes", title=title)
     for column in (*shape, "step", "spread", *PHASES, "samples/s", "efficiency", "marginal", "predicted", "error"):
         drawn.add_column(column)
-    expected = predicted_efficiencies(points) or [None] * len(points)
+    expected: Sequence[float | None] = predicted_efficiencies(points) or [None] * len(points)
     rows = zip(points, efficiencies(points), expected, marginals(points), strict=True)
     for point, share, foreseen, further in rows:
         bends = point.world_size == knee[point.strategy]

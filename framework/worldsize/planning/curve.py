@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -63,14 +63,10 @@ class Curve:
         self.points: list[Point] = []
 
     def add(
-        self,
-        word: str,
-        strategies: Callable[[dict[str, str]], Iterator[tuple[str, Settings]]],
-        predictor: Predictor,
+        self, word: str, strategies: Iterable[tuple[str, Settings]], predictor: Predictor, reasons: dict[str, str]
     ) -> None:
-        """Predict the strategies at the size of the override ``word``."""
-        reasons: dict[str, str] = {}
-        for name, settings in strategies(reasons):
+        """Predict the strategies at the size of the override ``word``; ``reasons``: why others cannot run at it."""
+        for name, settings in strategies:
             try:
                 forecast = predictor.forecast(settings)
             except ConfigError as error:
@@ -86,7 +82,7 @@ class Curve:
             yield self._table(least)
             for strategy, size in knees(self.points, least=least).items():
                 yield f"{strategy}: {_knee_text(size, self.points, least)}"
-            yield from boundary_text(self.points)
+            yield from boundary_text(self.points, [each.efficiency for each in self._forecasts])
         for name, why in self._refused.items():
             yield f"{name}: {why}"
 

@@ -167,10 +167,13 @@ def _last_worth(points: Sequence[Point], strategy: str, least: float) -> int:
     return sizes[max(0, first - 1)]
 
 
-def boundary_text(points: Sequence[Point]) -> list[str]:
-    """Say for each series what its efficiency is on one node and on several, and what was predicted."""
-    predicted = predicted_efficiencies(points) or [None] * len(points)
-    rows = list(zip(points, efficiencies(points), predicted, marginals(points), strict=True))
+def boundary_text(points: Sequence[Point], shares: Sequence[float] | None = None) -> list[str]:
+    """Say for each series what its efficiency is on one node and on several, and what was predicted.
+
+    ``shares`` are efficiencies in place of those of :func:`efficiencies`.
+    """
+    predicted: Sequence[float | None] = predicted_efficiencies(points) or [None] * len(points)
+    rows = list(zip(points, shares or efficiencies(points), predicted, marginals(points), strict=True))
     said = []
     for series in dict.fromkeys((point.strategy, point.accumulation) for point in points):
         own = [row for row in rows if (row[0].strategy, row[0].accumulation) == series]

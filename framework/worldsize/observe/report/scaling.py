@@ -64,8 +64,8 @@ class Point:
 
     @property
     def shape(self) -> str:
-        """Its processes, by nodes if there are several: "2 × 4"."""
-        return f"{self.nodes} × {self.world_size // self.nodes}" if self.nodes > 1 else str(self.world_size)
+        """The nodes, and the processes of each: "2 × 4"."""
+        return f"{self.nodes} × {self.world_size // self.nodes}"
 
     @property
     def predicted_samples(self) -> float:
@@ -200,7 +200,7 @@ def _efficiency(axes: Axes, study: Study) -> None:
         (line,) = axes.plot(
             [point.world_size for point in points], shares, "o-", color=series_colour(index), markersize=4
         )
-        tip(line, f"{name}: " + ", ".join(f"{point.shape}: {point.efficiency:.1%}" for point in points))
+        tip(line, f"{name}: " + ", ".join(f"{point.world_size}: {point.efficiency:.1%}" for point in points))
         expected = [100 * point.predicted_efficiency for point in points]
         axes.plot([point.world_size for point in points], expected, "--", color=series_colour(index))
         _ring(axes, points, shares)
