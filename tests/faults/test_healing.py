@@ -63,6 +63,8 @@ def test_a_killed_rank_costs_no_step_and_no_bit(train: Any, undisturbed: Any, ra
     assert equal_parts(run.folder) == undisturbed()
     (event,) = map(json.loads, (run.folder / "events.jsonl").read_text().splitlines())
     assert (event["event"], event["lost"], event["step"]) == ("membership", {str(rank): "killed by SIGKILL"}, 9)
+    assert event["update_samples"] == 96
+    assert {row["update_samples"] for row in run.steps()} == {96}
     manifest = run.json("run_manifest.json")
     assert manifest["reproducibility"]["level"] == "bitwise"
 

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from recipes.stdlib_lm.recipe import StdlibLM
-from worldsize.app.plan import rank_table
 from worldsize.checkpoints.format import complete, read
 from worldsize.checkpoints.load import load, newest
 from worldsize.checkpoints.retention import Retention
@@ -37,6 +36,7 @@ from worldsize.core import (
     Strategy,
     World,
 )
+from worldsize.planning.rank_table import rank_table
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, task_overrides
 from worldsize.config.installed import installed
+from worldsize.config.learning_rate import scaled_lr
 from worldsize.config.search_path import make_importable, roots
 from worldsize.config.settings import Settings, load_settings, logical_ranks_wanted
 from worldsize.config.shape import with_processes, with_topology
@@ -53,13 +55,13 @@ def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None)
     config = _completed(resolved(cfg))
     settings = load_settings(config)
     if cfg.epochs is None and not lengths:
-        return _with_profile_in_run(settings)
+        return _with_profile_in_run(_with_scaled_lr(cfg, settings))
     if cfg.epochs is not None:
         cfg.steps = _steps(settings, epochs=float(cfg.epochs))
     for key, text in lengths.items():
         OmegaConf.update(cfg, key, _length_in_steps(text, settings, key=key))
     # resolved again, since schedules interpolate the number of steps
-    return _with_profile_in_run(load_settings(_completed(resolved(cfg))))
+    return _with_profile_in_run(_with_scaled_lr(cfg, load_settings(_completed(resolved(cfg)))))
 
 
 def has_own_batches(cfg: DictConfig) -> bool:
@@ -103,6 +105,19 @@ def _with_profile_in_run(settings: Settings) -> Settings:
     if profiled is not None and profiled[1] > steps:
         raise ConfigError(f"profile.steps={list(profiled)} goes beyond the run. Its last step is {steps}.")
     return settings
+
+
+def _with_scaled_lr(cfg: DictConfig, settings: Settings) -> Settings:
+    """Return the settings with the learning rate that ``cluster.scale_lr`` makes of the typed one.
+
+    Raises:
+        ConfigError: the rule has no meaning for this run.
+    """
+    if settings.run.evaluates is not None or (lr := scaled_lr(settings)) == settings.training.lr:
+        return settings
+    scaled = deepcopy(cfg)
+    scaled.lr = lr
+    return load_settings(_completed(resolved(scaled)))
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:

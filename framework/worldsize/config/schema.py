@@ -62,6 +62,8 @@ class ClusterSchema:
     NUMA node (numa), or to cores that no other has (exclusive); auto: as numa where there are several such nodes.
     ``tiers``: nodes of a rack, of a pod, ..., by the name of the tier, whose link is ``links.NAME``. ``topology``: file
     that says which switches are above each host, a YAML or Slurm's topology.conf; it orders the hosts.
+    ``scale_lr``: rule by which ``lr`` follows the samples of an update where these depend on the number of workers,
+    relative to the ``base_batch`` samples for which it was chosen (default: ``batch_size``).
     """
 
     name: str = MISSING
@@ -87,6 +89,8 @@ class ClusterSchema:
     max_memory: Annotated[float | None, Range(above=0, hint="it is in bytes")] = None
     debug: bool = False
     pin: Annotated[str, OneOf("auto", "none", "numa", "exclusive")] = "auto"
+    scale_lr: Annotated[str, OneOf("none", "linear", "sqrt")] = "none"
+    base_batch: Annotated[int | None, _COUNT] = None
     links: dict[str, LinkSchema] = field(default_factory=dict)
     tiers: dict[str, Annotated[int, Range(least=1, most=1_000_000)]] = field(default_factory=dict)
     topology: Annotated[str | None, FilePath()] = None

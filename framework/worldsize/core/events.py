@@ -51,6 +51,7 @@ class StepDone:
         tokens_per_second: Tokens of all ranks per second; None: samples have no fixed number of tokens.
         mfu: Model FLOP utilisation: the share of the peak of all devices that the model's forward and backward pass
             use; None: the peak is not known.
+        update_samples: Samples of one update; None: not known.
         splits: For each rank and each measured step, the seconds of data, compute, communication and update; only on
             rank 0.
     """
@@ -73,6 +74,7 @@ class StepDone:
     splits: Sequence[Sequence[Sequence[float]]] = ()
     tokens_per_second: float | None = None
     mfu: float | None = None
+    update_samples: float | None = None
 
     def figures(self) -> dict[str, float]:
         """Return the values that loggers show, by name; values that were not computed or measured are left out."""
@@ -81,6 +83,7 @@ class StepDone:
             "lr": self.lr,
             "grad_norm": self.grad_norm,
             "samples": self.samples,
+            "update_samples": self.update_samples,
             "samples_per_second": self.samples_per_second,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
@@ -225,6 +228,7 @@ class MembershipChanged:
         joined: Global ranks of those that are new.
         seconds: Time from the interruption of this process until it goes on.
         asked: Who asked for it ("workers" or "autoscale"), by the global ranks of those that join or leave on request.
+        update_samples: Samples of one update, before and from now on; None: not known.
     """
 
     step: int
@@ -234,6 +238,7 @@ class MembershipChanged:
     joined: tuple[int, ...]
     seconds: float
     asked: Mapping[int, str] = field(default_factory=dict)
+    update_samples: float | None = None
 
 
 @dataclass(frozen=True)

@@ -153,4 +153,6 @@ def described_membership(row: Mapping[str, Any]) -> str:
     parts += [f"worker {rank} has joined" for rank in joined]
     parts += [f"asked by {name}" for name in sorted({str(each) for each in asked.values()})]
     took = f" after {duration(seconds)}" if isinstance(seconds, int | float) else ""
-    return f"{'; '.join(parts) or 'workers have left'}; {len(members)} train on{took}"
+    samples = row.get("update_samples")
+    stays = f"; an update still has {samples:g} samples, and lr stays" if isinstance(samples, int | float) else ""
+    return f"{'; '.join(parts) or 'workers have left'}; {len(members)} train on{took}{stays}"

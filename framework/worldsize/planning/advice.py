@@ -120,6 +120,23 @@ def retuning_text(then: int, now: int, lr: float | None, where: str) -> str | No
     )
 
 
+def formula_text(forecasts: Mapping[str, Forecast]) -> str:
+    """Explain which memory estimates come from a strategy's own formula, and why."""
+    reasons: dict[str, list[str]] = {}
+    for name, each in forecasts.items():
+        if each.by_formula:
+            reasons.setdefault(each.by_formula, []).append(name)
+    explained = "; ".join(f"{', '.join(names)}: {why.rstrip('.')}" for why, names in reasons.items())
+    return f"* Memory by the strategy's own formula, without activations. {explained}." if explained else ""
+
+
+def links_text(cluster: Cluster, file: Path | None) -> str:
+    """List the links of a cluster by tier; ``file`` is where they were measured, None: they are declared."""
+    tiers = {tier: f"{size_text(link.bandwidth)}/s, {1e6 * link.latency:g} µs" for tier, link in cluster.links.items()}
+    origin = f"measured, {file}" if file else f"declared by cluster={cluster.name}"
+    return f"Links ({origin}): {'; '.join(f'{tier} {text}' for tier, text in tiers.items())}."
+
+
 def price_per_million(forecast: Forecast, batch_size: int, price_per_hour: float) -> float:
     """Return the price of a million samples, if all nodes together cost ``price_per_hour``, in its currency."""
     return forecast.step_seconds / 3600 * price_per_hour / batch_size * 1e6

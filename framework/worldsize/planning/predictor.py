@@ -56,6 +56,10 @@ class Predictor:
         self._given = given
         self._measured: dict[tuple[int, int, int], Workload] = {}
 
+    def with_parameters(self, parameter_bytes: float) -> Predictor:
+        """Return a predictor of a model of ``parameter_bytes`` bytes, with the other facts of this one."""
+        return Predictor(replace(self._given, parameter_bytes=parameter_bytes))
+
     def cluster(self, settings: Settings) -> Cluster:
         """Return the cluster of the settings, with measured links in place of declared ones if there are any."""
         return replace(settings.cluster, links={**settings.cluster.links, **self._given.links})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, final
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup, Work
 
 from worldsize.checkpoints.peers import receive_state, send_state
 from worldsize.collectives.interruption import INTERRUPTION
+from worldsize.config.learning_rate import update_samples
 from worldsize.config.settings import Settings
 from worldsize.core import Event, Listener, MembershipChanged, Replica, StepDone, World
 from worldsize.engine.before_update import BeforeUpdate
@@ -100,7 +102,8 @@ class HealingMember:
                 replica = self._replica_of(make, world, membership, carried)
                 if before is not None or membership.members != tuple(range(self._settings.roles[world.role].processes)):
                     step = carried.progress.step if carried.progress else 0
-                    self._tell(_changed(membership, before, step, time.perf_counter() - begun))
+                    changed = _changed(membership, before, step, time.perf_counter() - begun)
+                    self._tell(replace(changed, update_samples=update_samples(settings)))
                 before = membership
                 listeners = self._listeners
                 code = Training(settings, self._run, world, replica, listeners, self._preemption, carried).run()

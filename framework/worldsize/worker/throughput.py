@@ -1,4 +1,4 @@
-"""Tokens a second, and the share of the devices' peak that the model uses (model FLOP utilisation, MFU)."""
+"""Tokens a second, samples of an update, and the model FLOP utilisation: the share of the devices' peak (MFU)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from worldsize.config.learning_rate import update_samples
 from worldsize.config.settings import Settings
 from worldsize.core import Event, LossOutput, MicroBatch, MultiUpdateRecipe, Recipe, StepDone, World
 from worldsize.cost.peaks import peak_flops
@@ -35,11 +36,12 @@ def counted_flops(recipe: Recipe, batch: MicroBatch) -> int:
 
 @final
 class Throughput:
-    """Adds to each logged step its tokens a second and, if the peak of the devices is known, the MFU."""
+    """Adds to a logged step the samples of an update, tokens a second and, if the devices' peak is known, the MFU."""
 
     def __init__(self, settings: Settings, world: World) -> None:
         self._recipe = settings.recipe
         self._samples = settings.training.batch_size / settings.logical_ranks  # of a micro-batch
+        self._update_samples = update_samples(settings)
         self._tokens = settings.recipe.tokens_per_sample()
         peak = _peak(settings, world) if world.rank == 0 and not isinstance(self._recipe, MultiUpdateRecipe) else None
         self._peak = peak * settings.cluster.processes if peak else None
@@ -59,7 +61,7 @@ class Throughput:
             yield step
 
     def told(self, event: Event) -> Event:
-        """Return ``event``; that of a logged step with what is known of its throughput."""
+        """Return ``event``; that of a logged step with what is known of its throughput and its updates."""
         if not isinstance(event, StepDone):
             return event
         rate, tokens, mfu = event.samples_per_second, None, None
@@ -67,7 +69,7 @@ class Throughput:
             tokens = rate * self._tokens
         if self._flops and self._peak:
             mfu = rate * self._flops / self._peak
-        return replace(event, tokens_per_second=tokens, mfu=mfu)
+        return replace(event, tokens_per_second=tokens, mfu=mfu, update_samples=self._update_samples)
 
 
 def _peak(settings: Settings, world: World) -> float | None:
