@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from worldsize.collectives.gather_full import whole
 from worldsize.collectives.per_rank import local
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.step_timer import wait
 from worldsize.core import World
 from worldsize.strategies.clipping import clip_factor
+from worldsize.strategies.mesh.layout import axis_of
 
 
 def sharded_axes(tensor: Tensor) -> set[str]:
@@ -21,7 +23,8 @@ def sharded_axes(tensor: Tensor) -> set[str]:
     if not isinstance(tensor, DTensor):
         return set()
     names = tensor.device_mesh.mesh_dim_names or ()
-    return {name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()}
+    placements = zip(names, tensor.placements, strict=True)
+    return {axis_of(name) for name, placement in placements if not placement.is_replicate()}
 
 
 @final
@@ -52,6 +55,20 @@ class MeshNorm:
         squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
         if gradients:
             squares += torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
-        with phase("communication"):
-            dist.all_reduce(squares, group=self._world.group)
+        wait(dist.all_reduce(squares, group=self._world.group, async_op=True))
         return squares.sqrt().float()
+
+
+@final
+class WholeNorm:
+    """Clips by the norm of full gradients, with the same bits for any number of data-parallel parts."""
+
+    def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+        """Scale the gradients to a norm of at most ``limit``; return the norm before, a scalar equal on all ranks."""
+        gradients = [own.grad for own in parameters if own.grad is not None]
+        # one at a time: they are gathered
+        norms = [torch._foreach_norm([whole(each) if isinstance(each, DTensor) else each])[0] for each in gradients]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        if limit < float("inf"):
+            torch._foreach_mul_([local(each) for each in gradients], clip_factor(norm, limit))
+        return norm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import cast, final
 
 import torch.distributed as dist
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from worldsize.core import ConfigError, MicroBatch, Recipe, Replica, RunContext, World
+from worldsize.core import ConfigError, MicroBatch, Recipe, Reduction, Replica, RunContext, World
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
-from worldsize.strategies.mesh.layout import AXES, Layout
-from worldsize.strategies.mesh.norm import MeshNorm
+from worldsize.strategies.mesh.layout import AXES, Layout, along
+from worldsize.strategies.mesh.norm import MeshNorm, WholeNorm
 from worldsize.strategies.mesh.ownership import Ownership
 from worldsize.strategies.mesh.parallel import Sharding, divide, keep_held, step_apart
 from worldsize.strategies.mesh.partition import stages_of
@@ -30,6 +31,8 @@ from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState, optimizer_of
 
+_MESHES = count()  # torch caches what it knows of a mesh, for all of the same shape and names
+
 
 @final
 @dataclass(frozen=True)
@@ -41,13 +44,28 @@ class Rank:
     layout: Layout
     schedule: PipelineSchedule
     sharding: Sharding
+    reduce: Reduction = "flat"
 
     def replica(self) -> Replica:
         """Build this rank's replica; all ranks of the mesh must call it."""
-        mesh = init_device_mesh(self.context.world.device.type, self.layout.sizes, mesh_dim_names=AXES)
+        with self.context.making_groups():
+            mesh = self._mesh()
         is_first = self.context.world.rank == 0
         deferred = DeferredModel.build(self.recipe.model, warns=is_first)  # no process holds the whole model
         return self._piece(deferred, mesh) if self.schedule.stages == 1 else self._stages(deferred, mesh)
+
+    def _mesh(self) -> DeviceMesh:
+        number = str(next(_MESHES)) if self._heals else ""
+        names = tuple(f"{axis}{number}" for axis in AXES)
+        return init_device_mesh(self.context.world.device.type, self.layout.sizes, mesh_dim_names=names)
+
+    @property
+    def _heals(self) -> bool:
+        return self.sharding.interruptible
+
+    @property
+    def _logical_ranks(self) -> int | None:
+        return self.context.logical_ranks if self._heals else None  # else all parts of the data have equally many
 
     @property
     def _coordinate(self) -> dict[str, int]:
@@ -55,7 +73,7 @@ class Rank:
 
     def _data(self, mesh: DeviceMesh) -> World:
         """Return the world of the ranks that train the same part of the model."""
-        groups = {self.context.world.role: mesh.get_group("data")} if self.layout.data > 1 else {}
+        groups = {self.context.world.role: along(mesh, "data").get_group()} if self.layout.data > 1 else {}
         return replace(self.context.world, rank=self._coordinate["data"], size=self.layout.data, groups=groups)
 
     def _norm(self, spare: Collection[Tensor]) -> MeshNorm:
@@ -83,9 +101,11 @@ class Rank:
         divide(self.recipe, model, [model], mesh, self.sharding)
         deferred.fill(self.context.world.device)
         model.to(self.context.world.device)
-        sums = _Clipping(sharded_reducer("flat", model, data), self._norm(()))
-        train_state = self._train_state(model, full_state)
-        return SynchronousReplica(self.recipe, replace(self.context, world=data), train_state=train_state, reducer=sums)
+        ranks = self._logical_ranks
+        norm = WholeNorm() if self.reduce == "ordered" else self._norm(())
+        sums = _Clipping(sharded_reducer(self.reduce, model, data, logical_ranks=ranks), norm)
+        state, context = self._train_state(model, full_state), replace(self.context, world=data)
+        return SynchronousReplica(self.recipe, context, train_state=state, reducer=sums, logical_ranks=ranks)
 
     def _stages(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
         """Build a rank that holds a part of some layers."""
@@ -113,8 +133,8 @@ class Rank:
         pipeline = Pipeline(
             stages=mine,
             total=self.schedule.stages,
-            group=mesh.get_group("pipeline"),
-            copies=mesh.get_group("data"),
+            group=along(mesh, "pipeline").get_group(),
+            copies=along(mesh, "data").get_group(),
             device=self.context.world.device,
             kind=self.schedule.kind,
             tied=self._tied(owned),
@@ -159,7 +179,7 @@ class _Clipping(GradientReducer):
     """Wraps the reducer ``inner``, and clips by the norm over the whole mesh."""
 
     inner: GradientReducer
-    norm: MeshNorm
+    norm: MeshNorm | WholeNorm
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         return self.inner.run(batches, backward)
