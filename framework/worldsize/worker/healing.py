@@ -76,7 +76,7 @@ class HealingMember:
             Exception: the program failed, and not because of a peer.
         """
         if self._settings.cluster.backend == "gloo":  # NCCL's own waits end when it is aborted
-            INTERRUPTION.begin(self._channel.check)
+            INTERRUPTION.begin(self._channel.check, longest=self._settings.cluster.timeout)
         channel, heartbeat = self._channel, self._placement.heartbeat
         carried = Carried(self._settings, heartbeat, channel.begin_step, channel.finish)
         carried.build(world)

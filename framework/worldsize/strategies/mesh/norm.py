@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from worldsize.collectives.gather_full import whole
@@ -60,15 +62,39 @@ class MeshNorm:
 
 
 @final
+@dataclass(frozen=True)
 class WholeNorm:
-    """Clips by the norm of full gradients, with the same bits for any number of data-parallel parts."""
+    """Clips by the norm of full gradients, with the same bits for any number of data-parallel parts.
+
+    ``pipeline``: the ranks that hold the other stages (None: there are none); ``spare``: parameters that an earlier
+    stage also holds, and counts.
+    """
+
+    device: torch.device
+    pipeline: ProcessGroup | None = None
+    spare: Collection[Tensor] = ()
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         """Scale the gradients to a norm of at most ``limit``; return the norm before, a scalar equal on all ranks."""
-        gradients = [own.grad for own in parameters if own.grad is not None]
-        # one at a time: they are gathered
-        norms = [torch._foreach_norm([whole(each) if isinstance(each, DTensor) else each])[0] for each in gradients]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        if limit < float("inf"):
-            torch._foreach_mul_([local(each) for each in gradients], clip_factor(norm, limit))
+        trained = list(parameters)
+        norm: Tensor = torch.linalg.vector_norm(self._norms(trained))
+        gradients = [local(own.grad) for own in trained if own.grad is not None]
+        if limit < float("inf") and gradients:
+            torch._foreach_mul_(gradients, clip_factor(norm, limit))
         return norm
+
+    def _norms(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return the norm of the gradient of each of ``parameters``, those of all stages, that has one: (n,)."""
+        spare = {id(each) for each in self.spare}
+        norms = {
+            place: torch._foreach_norm([whole(own.grad) if isinstance(own.grad, DTensor) else own.grad])[0]
+            for place, own in enumerate(parameters)
+            if own.grad is not None and id(own) not in spare
+        }
+        if self.pipeline is None:
+            return torch.stack(list(norms.values()))
+        table_2n = torch.zeros(2, len(parameters), device=self.device)  # the norm, and whether there is one
+        for place, norm in norms.items():
+            table_2n[0, place], table_2n[1, place] = norm, 1
+        wait(dist.all_reduce(table_2n, group=self.pipeline, async_op=True))
+        return table_2n[0][table_2n[1] > 0]

@@ -17,6 +17,7 @@ from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
+from worldsize.strategies.mesh.edges import Edges, neighbours
 from worldsize.strategies.mesh.layout import AXES, Layout, along
 from worldsize.strategies.mesh.norm import MeshNorm, WholeNorm
 from worldsize.strategies.mesh.ownership import Ownership
@@ -26,6 +27,7 @@ from worldsize.strategies.mesh.pipeline import Pipeline, Tied
 from worldsize.strategies.mesh.replica import PipelineReplica
 from worldsize.strategies.mesh.schedule import PipelineSchedule
 from worldsize.strategies.mesh.stage import Stage
+from worldsize.strategies.mesh.sums import DataParts
 from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state
 from worldsize.strategies.synchronous import SynchronousReplica
@@ -76,7 +78,10 @@ class Rank:
         groups = {self.context.world.role: along(mesh, "data").get_group()} if self.layout.data > 1 else {}
         return replace(self.context.world, rank=self._coordinate["data"], size=self.layout.data, groups=groups)
 
-    def _norm(self, spare: Collection[Tensor]) -> MeshNorm:
+    def _norm(self, mesh: DeviceMesh, spare: Collection[Tensor]) -> MeshNorm | WholeNorm:
+        if self.reduce == "ordered":
+            stages = along(mesh, "pipeline").get_group() if self.layout.pipeline > 1 else None
+            return WholeNorm(self.context.world.device, stages, spare)
         axes = {axis: place for axis, place in self._coordinate.items() if axis != "pipeline"}
         return MeshNorm(self.context.world, axes, spare)
 
@@ -102,8 +107,7 @@ class Rank:
         deferred.fill(self.context.world.device)
         model.to(self.context.world.device)
         ranks = self._logical_ranks
-        norm = WholeNorm() if self.reduce == "ordered" else self._norm(())
-        sums = _Clipping(sharded_reducer(self.reduce, model, data, logical_ranks=ranks), norm)
+        sums = _Clipping(sharded_reducer(self.reduce, model, data, logical_ranks=ranks), self._norm(mesh, ()))
         state, context = self._train_state(model, full_state), replace(self.context, world=data)
         return SynchronousReplica(self.recipe, context, train_state=state, reducer=sums, logical_ranks=ranks)
 
@@ -119,7 +123,7 @@ class Rank:
         full_state, data = self._full_state(model), self._data(mesh)
         chain = stages_of(self.recipe, model, self.schedule.stages, self.schedule.split)
         owned = Ownership(model, chain, pipeline=self.layout.pipeline, p=self._p)
-        if self.layout.data > 1:
+        if self.layout.data > 1 or self._heals:
             owned.check_sharded_once()
         mine = [
             self._stage(chain[index], index) for index in range(self._p, self.schedule.stages, self.layout.pipeline)
@@ -130,19 +134,26 @@ class Rank:
             stage.to(self.context.world.device)
             stage.listen()
         owned.leave_others()
+        parts = DataParts(along(mesh, "data").get_group(), self.reduce, self._logical_ranks)
+        for stage in mine:
+            stage.sums = parts.sums(stage)
         pipeline = Pipeline(
             stages=mine,
             total=self.schedule.stages,
             group=along(mesh, "pipeline").get_group(),
-            copies=along(mesh, "data").get_group(),
+            parts=parts,
             device=self.context.world.device,
             kind=self.schedule.kind,
             tied=self._tied(owned),
-            norm=self._norm(owned.spare()),
+            norm=self._norm(mesh, owned.spare()),
+            edges=self._edges() if self._heals and dist.get_backend() == "gloo" else None,
         )
-        train_state = self._train_state(model, full_state)
         inner = SynchronousReplica(
-            self.recipe, replace(self.context, world=data), train_state=train_state, reducer=pipeline
+            self.recipe,
+            replace(self.context, world=data),
+            train_state=self._train_state(model, full_state),
+            reducer=pipeline,
+            logical_ranks=self._logical_ranks,
         )
         return PipelineReplica(self.recipe, data, inner, pipeline)
 
@@ -156,10 +167,17 @@ class Rank:
 
     def _tied(self, owned: Ownership) -> list[Tied]:
         """Group the parameters that several ranks of the pipeline hold; all ranks of the mesh must call it."""
-        groups = {ranks: self._group_of(ranks) for ranks in owned.tied()}
+        with self.context.making_groups():
+            groups = {ranks: self._group_of(ranks) for ranks in owned.tied()}
         return [
             Tied(owned.parameters(owned.tied()[ranks]), group) for ranks, group in groups.items() if group is not None
         ]
+
+    def _edges(self) -> Edges:
+        """Make the groups in which neighbour stages send each other messages; all ranks of the mesh must call it."""
+        with self.context.making_groups():
+            groups = {pair: self._group_of(sorted(pair)) for pair in neighbours(self.layout.pipeline)}
+        return Edges(self._p, {pair: group for pair, group in groups.items() if group is not None})
 
     def _group_of(self, ranks: Sequence[int]) -> ProcessGroup | None:
         """Return the group of these pipeline ranks at this rank's coordinate on the other axes, if it is a member.

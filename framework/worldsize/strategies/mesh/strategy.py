@@ -73,11 +73,6 @@ class Mesh(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reduce == "ordered" and self.pipeline > 1:
-            raise ConfigError(
-                "strategy.reduce=ordered: a pipeline adds up the gradients of its micro-batches in its own order. "
-                "Set reproducibility=deterministic (the same bits on the same mesh), or strategy.pipeline=1."
-            )
         if self.reduce == "hierarchical":
             raise ConfigError(f"strategy.reduce={self.reduce}: a mesh sums along its axes. Set strategy.reduce=flat.")
         if self.on_failure == "heal":
@@ -90,10 +85,10 @@ class Mesh(Strategy):
                 f"strategy.on_failure=heal: strategy.data={self.data} cannot stay when processes die or join. Set "
                 "strategy.data=null: it follows from the number of processes."
             )
-        if self.pipeline > 1:
+        if self.pipeline > 1 and self.schedule == "interleaved":
             raise ConfigError(
-                f"strategy.on_failure=heal: a pipeline (strategy.pipeline={self.pipeline}) does not go on without one "
-                "of its ranks. Set strategy.pipeline=1, or strategy.on_failure=restart."
+                "strategy.on_failure=heal: strategy.schedule=interleaved takes only certain numbers of micro-batches, "
+                "and those of a part of the data change. Set strategy.schedule=1f1b or gpipe."
             )
 
     @property
