@@ -51,6 +51,7 @@ def test_a_stage_that_waits_for_a_dead_one_or_for_one_that_hangs_goes_on(train: 
     assert "worker 0 does not answer; going on without it" in run.error
 
 
+@pytest.mark.slow
 def test_all_that_train_one_part_of_the_data_may_die_at_once(train: Any, undisturbed: Any) -> None:
     """2 parts of the data of 2 × 2 ranks each: the copies of one are in the memory of the other."""
     options = ("cluster.processes=8", "steps=8")

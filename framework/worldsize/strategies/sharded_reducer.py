@@ -215,6 +215,11 @@ class OrderedScatters:
         for scatter in self._scatters:
             scatter.check(micro_batches)
 
+    @property
+    def kept(self) -> list[Tensor]:
+        """What all units keep between two micro-batches: partial sums of any shapes."""
+        return [tensor for scatter in self._scatters for tensor in scatter.kept]
+
 
 @final
 class _OrderedScatter(ReduceScatter):
@@ -240,6 +245,11 @@ class _OrderedScatter(ReduceScatter):
         """Raise ConfigError if the unit had gradients in some of the step's ``micro_batches``, but not in all."""
         if self._taken not in (0, micro_batches):
             raise self._incomplete(micro_batches)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The sums of nodes that are complete, and the partial ones of that in progress, of any shapes."""
+        return [*self._sums, *(tensor for tensors in self._counter.waiting for tensor in tensors)]
 
     def _incomplete(self, micro_batch: int) -> ConfigError:
         return ConfigError(
@@ -272,7 +282,7 @@ class _OrderedScatter(ReduceScatter):
 
     def _add(self, leaf: Tensor) -> None:
         self._taken += 1
-        known = [*self._sums, *(tensor for tensors in self._counter.waiting for tensor in tensors)]
+        known = self.kept
         if known and known[0].shape != leaf.shape:
             raise self._incomplete(self._taken)
         self._counter.add([leaf])

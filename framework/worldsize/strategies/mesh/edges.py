@@ -49,13 +49,15 @@ class Edges:
 @final
 class _Message(dist.P2POp):
     def __new__(cls, message: dist.P2POp, edges: Edges) -> _Message:
-        made: _Message = super().__new__(cls, message.op, message.tensor)
+        made = super().__new__(cls, message.op, message.tensor)
+        assert isinstance(made, cls)
         return made
 
     def __init__(self, message: dist.P2POp, edges: Edges) -> None:
         sends, peer = message.op is dist.isend, message.group_peer
         pair = (edges.rank, peer) if sends else (peer, edges.rank)
-        super().__init__(partial(_started, edges, pair), message.tensor, message.peer, message.group, message.tag)
+        start: Any = partial(_started, edges, pair)  # what it returns need only have wait()
+        super().__init__(start, message.tensor, message.peer, message.group, message.tag)
 
 
 def _started(edges: Edges, pair: tuple[int, int], tensor: Tensor, **_: Any) -> _Patient:
