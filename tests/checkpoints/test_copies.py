@@ -127,7 +127,7 @@ def test_a_state_is_divided_anew_for_fewer_processes() -> None:
 
 
 def test_one_that_goes_on_no_more_hands_over_what_only_it_keeps() -> None:
-    """Of four processes, the last one has died; a copy of the third one's part was in its memory alone."""
+    """The last one of four processes has died, which alone had a copy of the third one's part."""
     assert torch.equal(divided_among_two([0, 1, 2], size=4), TABLE + 3)
 
 

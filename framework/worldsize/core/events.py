@@ -198,6 +198,7 @@ class MembershipChanged:
         joined: Global ranks of those that are new.
         seconds: Time from the interruption of this process until it goes on.
         asked: Who asked for it ("workers" or "autoscale"), by the global ranks of those that join or leave on request.
+        waiting: Global ranks of those that trained, and are too many for whole parts of the data until others join.
     """
 
     step: int
@@ -207,6 +208,7 @@ class MembershipChanged:
     joined: tuple[int, ...]
     seconds: float
     asked: Mapping[int, str] = field(default_factory=dict)
+    waiting: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

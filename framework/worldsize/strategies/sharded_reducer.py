@@ -217,7 +217,7 @@ class OrderedScatters:
 
     @property
     def kept(self) -> list[Tensor]:
-        """What all units keep between two micro-batches: partial sums of any shapes."""
+        """Partial sums, of any shapes, that all units keep between two micro-batches."""
         return [tensor for scatter in self._scatters for tensor in scatter.kept]
 
 
@@ -248,7 +248,7 @@ class _OrderedScatter(ReduceScatter):
 
     @property
     def kept(self) -> list[Tensor]:
-        """The sums of nodes that are complete, and the partial ones of that in progress, of any shapes."""
+        """Sums, of any shapes, of the nodes that are complete, and partial ones of that in progress."""
         return [*self._sums, *(tensor for tensors in self._counter.waiting for tensor in tensors)]
 
     def _incomplete(self, micro_batch: int) -> ConfigError:

@@ -225,4 +225,5 @@ class HealingMember:
 def _changed(now: Membership, before: Membership | None, step: int, seconds: float) -> MembershipChanged:
     stayed = () if before is None else [rank for rank in before.members if rank not in now.lost]
     joined = () if before is None else tuple(rank for rank in now.members if rank not in stayed)
-    return MembershipChanged(step, now.number, now.members, dict(now.lost), joined, seconds, dict(now.asked))
+    asked = dict(now.asked)
+    return MembershipChanged(step, now.number, now.members, dict(now.lost), joined, seconds, asked, now.waiting)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
-from typing import cast, final
+from typing import final
 
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from worldsize.core import ConfigError, MicroBatch, Recipe, Reduction, Replica, RunContext, World
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
-from worldsize.strategies.mesh.edges import Edges, neighbours
-from worldsize.strategies.mesh.layout import AXES, Layout, along
+from worldsize.strategies.mesh.groups import MeshGroups
+from worldsize.strategies.mesh.layout import Layout, along
 from worldsize.strategies.mesh.norm import MeshNorm, WholeNorm
 from worldsize.strategies.mesh.ownership import Ownership
 from worldsize.strategies.mesh.parallel import Sharding, divide, keep_held, step_apart
@@ -32,8 +29,6 @@ from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState, optimizer_of
-
-_MESHES = count()  # torch caches what it knows of a mesh, for all of the same shape and names
 
 
 @final
@@ -50,39 +45,30 @@ class Rank:
 
     def replica(self) -> Replica:
         """Build this rank's replica; all ranks of the mesh must call it."""
-        with self.context.making_groups():
-            mesh = self._mesh()
+        mesh = self._groups.mesh()
         is_first = self.context.world.rank == 0
         deferred = DeferredModel.build(self.recipe.model, warns=is_first)  # no process holds the whole model
         return self._piece(deferred, mesh) if self.schedule.stages == 1 else self._stages(deferred, mesh)
 
-    def _mesh(self) -> DeviceMesh:
-        number = str(next(_MESHES)) if self._heals else ""
-        names = tuple(f"{axis}{number}" for axis in AXES)
-        return init_device_mesh(self.context.world.device.type, self.layout.sizes, mesh_dim_names=names)
-
-    @property
-    def _heals(self) -> bool:
-        return self.sharding.interruptible
-
     @property
     def _logical_ranks(self) -> int | None:
-        return self.context.logical_ranks if self._heals else None  # else all parts of the data have equally many
+        """Number of logical ranks of all parts of the data; None: each part has equally many."""
+        return self.context.logical_ranks if self.sharding.interruptible else None
 
     @property
-    def _coordinate(self) -> dict[str, int]:
-        return dict(zip(AXES, self.layout.coordinate(self.context.world.rank), strict=True))
+    def _groups(self) -> MeshGroups:
+        return MeshGroups(self.context, self.layout, self.sharding.interruptible)
 
     def _data(self, mesh: DeviceMesh) -> World:
         """Return the world of the ranks that train the same part of the model."""
         groups = {self.context.world.role: along(mesh, "data").get_group()} if self.layout.data > 1 else {}
-        return replace(self.context.world, rank=self._coordinate["data"], size=self.layout.data, groups=groups)
+        return replace(self.context.world, rank=self._groups.coordinate["data"], size=self.layout.data, groups=groups)
 
     def _norm(self, mesh: DeviceMesh, spare: Collection[Tensor]) -> MeshNorm | WholeNorm:
         if self.reduce == "ordered":
             stages = along(mesh, "pipeline").get_group() if self.layout.pipeline > 1 else None
             return WholeNorm(self.context.world.device, stages, spare)
-        axes = {axis: place for axis, place in self._coordinate.items() if axis != "pipeline"}
+        axes = {axis: place for axis, place in self._groups.coordinate.items() if axis != "pipeline"}
         return MeshNorm(self.context.world, axes, spare)
 
     def _full_state(self, model: nn.Module) -> Mapping[str, object]:
@@ -123,7 +109,7 @@ class Rank:
         full_state, data = self._full_state(model), self._data(mesh)
         chain = stages_of(self.recipe, model, self.schedule.stages, self.schedule.split)
         owned = Ownership(model, chain, pipeline=self.layout.pipeline, p=self._p)
-        if self.layout.data > 1 or self._heals:
+        if self.layout.data > 1 or self.sharding.interruptible:
             owned.check_sharded_once()
         mine = [
             self._stage(chain[index], index) for index in range(self._p, self.schedule.stages, self.layout.pipeline)
@@ -146,7 +132,7 @@ class Rank:
             kind=self.schedule.kind,
             tied=self._tied(owned),
             norm=self._norm(mesh, owned.spare()),
-            edges=self._edges() if self._heals and dist.get_backend() == "gloo" else None,
+            edges=self._groups.edges(),
         )
         inner = SynchronousReplica(
             self.recipe,
@@ -159,7 +145,7 @@ class Rank:
 
     @property
     def _p(self) -> int:
-        return self._coordinate["pipeline"]
+        return self._groups.coordinate["pipeline"]
 
     def _stage(self, layers: Sequence[nn.Module], index: int) -> Stage:
         precision = self.context.numerics.precision
@@ -167,28 +153,10 @@ class Rank:
 
     def _tied(self, owned: Ownership) -> list[Tied]:
         """Group the parameters that several ranks of the pipeline hold; all ranks of the mesh must call it."""
-        with self.context.making_groups():
-            groups = {ranks: self._group_of(ranks) for ranks in owned.tied()}
+        groups = {ranks: self._groups.of(ranks) for ranks in owned.tied()}
         return [
             Tied(owned.parameters(owned.tied()[ranks]), group) for ranks, group in groups.items() if group is not None
         ]
-
-    def _edges(self) -> Edges:
-        """Make the groups in which neighbour stages send each other messages; all ranks of the mesh must call it."""
-        with self.context.making_groups():
-            groups = {pair: self._group_of(sorted(pair)) for pair in neighbours(self.layout.pipeline)}
-        return Edges(self._p, {pair: group for pair, group in groups.items() if group is not None})
-
-    def _group_of(self, ranks: Sequence[int]) -> ProcessGroup | None:
-        """Return the group of these pipeline ranks at this rank's coordinate on the other axes, if it is a member.
-
-        Only members create the group. All ranks must create the same number of groups in this way, since torch names
-        groups by a counter: a rank that is not a member creates a group of itself.
-        """
-        own = self.context.world.rank
-        members = self.layout.across(list(ranks), self._coordinate["data"], self._coordinate["tensor"])
-        group = dist.new_group(members if own in members else [own], use_local_synchronization=True)
-        return cast("ProcessGroup", group) if own in members else None
 
 
 @final

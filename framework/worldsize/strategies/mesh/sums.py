@@ -62,7 +62,7 @@ class StageSums(ABC):
 
     @abstractmethod
     def forwarded(self, place: int) -> None:
-        """Take note of the forward pass of the micro-batch at ``place`` of the order."""
+        """Record the forward pass of the micro-batch at ``place`` of the order."""
 
     @abstractmethod
     def backwarded(self) -> None:
