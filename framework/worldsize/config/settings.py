@@ -103,6 +103,7 @@ class Settings:
             save_at_end=self.checkpoint.at_end,
             keeps_best=self.checkpoint.keep.best is not None,
             logical_ranks=self.logical_ranks if self.heals else None,
+            parts=self.peers()[0] if self.heals else None,
             logs_first=self.heals,
             stop_on_nonfinite=self.numerics.nonfinite == "stop",
         )

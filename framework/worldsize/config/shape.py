@@ -179,10 +179,12 @@ def check_autoscale(policy: Autoscaler, roles: Mapping[str, Role], cluster: Clus
         )
     if (most := policy.max_processes) is None:
         return
-    if most > logical_ranks:
+    block = max(role.block for role in roles.values())
+    if most > logical_ranks * block:
         raise ConfigError(
-            f"autoscale.max_processes={most}: the run has {logical_ranks} logical ranks, of which each process needs "
-            f"one. Set at most {logical_ranks}, or logical_ranks={most} or more."
+            f"autoscale.max_processes={most}: the run has {logical_ranks} logical ranks, of which "
+            f"{'each process' if block == 1 else f'{block} processes together'} need{'s' * (block == 1)} one. Set at "
+            f"most {logical_ranks * block}, or logical_ranks={-(-most // block)} or more."
         )
     if cluster.processes > most:
         raise ConfigError(

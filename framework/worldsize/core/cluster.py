@@ -118,6 +118,9 @@ class Role:
     """Whether its processes run :meth:`Strategy.serve`, without a process group, instead of training a replica."""
     min_processes: int | None = None
     """Number of processes that must be alive for the run to continue without the dead ones; None: all."""
+    block: int = 1
+    """Processes that together train one part of the data: those of a role that heals train in whole blocks of so many,
+    and those that are too many wait."""
 
 
 @dataclass(frozen=True)

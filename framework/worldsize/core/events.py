@@ -229,6 +229,7 @@ class MembershipChanged:
         seconds: Time from the interruption of this process until it goes on.
         asked: Who asked for it ("workers" or "autoscale"), by the global ranks of those that join or leave on request.
         update_samples: Samples of one update, before and from now on; None: not known.
+        waiting: Global ranks of those that trained, and are too many for whole parts of the data until others join.
     """
 
     step: int
@@ -239,6 +240,7 @@ class MembershipChanged:
     seconds: float
     asked: Mapping[int, str] = field(default_factory=dict)
     update_samples: float | None = None
+    waiting: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,7 @@ def described_membership(row: Mapping[str, Any]) -> str:
     asked = row.get("asked") or {}
     parts = [f"worker {rank} is lost ({cause})" for rank, cause in lost.items()]
     parts += [f"worker {rank} has joined" for rank in joined]
+    parts += [f"worker {rank} waits for others" for rank in row.get("waiting") or ()]
     parts += [f"asked by {name}" for name in sorted({str(each) for each in asked.values()})]
     took = f" after {duration(seconds)}" if isinstance(seconds, int | float) else ""
     samples = row.get("update_samples")

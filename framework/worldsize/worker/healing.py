@@ -81,7 +81,7 @@ class HealingMember:
             Exception: the program failed, and not because of a peer.
         """
         if self._settings.cluster.backend == "gloo":  # NCCL's own waits end when it is aborted
-            INTERRUPTION.begin(self._channel.check)
+            INTERRUPTION.begin(self._channel.check, longest=self._settings.cluster.timeout)
         channel, heartbeat = self._channel, self._placement.heartbeat
         carried = Carried(self._settings, heartbeat, channel.begin_step, channel.finish)
         carried.build(world)
@@ -89,15 +89,18 @@ class HealingMember:
             self._shards = ShardRecovery(
                 self._run, carried, every=self._settings.checkpoint.peers, at=self._settings.faults.at
             )
-        before: Membership | None = None
+        before, is_spare = None, False
         while True:
             begun = time.perf_counter()
-            membership = self._channel.next(self._step(carried))
-            if world.global_rank not in membership.members:
+            membership = self._channel.next(self._step(carried), is_spare=is_spare)
+            is_spare = world.global_rank in membership.waiting
+            if not is_spare and world.global_rank not in membership.members:
                 return 0
             try:
                 connections = Connections()
                 settings, world = self._joined(world, membership, connections)
+                if is_spare:
+                    continue
                 make = partial(make_replica, settings, world, carried.before_update, connections)
                 replica = self._replica_of(make, world, membership, carried)
                 if before is not None or membership.members != tuple(range(self._settings.roles[world.role].processes)):
@@ -134,7 +137,10 @@ class HealingMember:
             listener(event)
 
     def _joined(self, world: World, membership: Membership, connections: Connections) -> tuple[Settings, World]:
-        """Join the groups of a membership; return its settings and the place of this process in it."""
+        """Join the groups of a membership; return its settings and the place of this process in it.
+
+        Those that are too many for it only hand over what they keep, and are in no group afterwards.
+        """
         if self._shards:
             self._shards.leave()
         _UNFINISHED[:] = [(works, groups) for works, groups in _UNFINISHED if not all(map(Work.is_completed, works))]
@@ -142,15 +148,27 @@ class HealingMember:
             _UNFINISHED.append((unfinished, existing_groups()))
         self._channel.begin(membership.number, connections.cut)
         settings = self._settings.among(len(membership.members))
-        store = self._meetings.store(membership.number)
         with connections:
-            copies = self._shards is not None
+            world = self._handed_over(world, membership, settings)
+            if world.global_rank in membership.waiting:
+                return settings, world
+            store, copies = self._meetings.store(membership.number), self._shards is not None
             world = regrouped(world, membership.members, settings.cluster, store, copies=copies)
         self._has_logged = self._logs
         if world.rank == 0 and not self._logs:
             self._listeners += global_listeners(settings, self._run, self._preemption)
             self._logs = True
         return settings, world
+
+    def _handed_over(self, world: World, membership: Membership, settings: Settings) -> World:
+        """Let those that train keep what only those keep that will wait, in groups of them all, which they leave."""
+        if membership.waiting and self._shards:
+            everyone = (*membership.members, *membership.waiting)
+            store = self._meetings.store(membership.number, "everyone")
+            world = regrouped(world, everyone, settings.cluster, store, copies=True)
+            self._shards.hand_over(world, len(membership.members))
+            dist.destroy_process_group()
+        return world
 
     def _with_newest_state(self, replica: Replica, world: World, membership: Membership, carried: Carried) -> Replica:
         """Bring ``replica`` to the newest state that any member has, and return it: it is that of this process now."""
@@ -212,4 +230,5 @@ class HealingMember:
 def _changed(now: Membership, before: Membership | None, step: int, seconds: float) -> MembershipChanged:
     stayed = () if before is None else [rank for rank in before.members if rank not in now.lost]
     joined = () if before is None else tuple(rank for rank in now.members if rank not in stayed)
-    return MembershipChanged(step, now.number, now.members, dict(now.lost), joined, seconds, dict(now.asked))
+    asked = dict(now.asked)
+    return MembershipChanged(step, now.number, now.members, dict(now.lost), joined, seconds, asked, now.waiting)

@@ -272,7 +272,11 @@ class Training:
             "metrics": dict(self._history.metrics),
             "samples": progress.step * self._settings.training.batch_size,
             "training_metrics": by_logical_rank(
-                progress.metrics, self._order.mine, self._world, logical_ranks=self._settings.loop.logical_ranks
+                progress.metrics,
+                self._order.mine,
+                self._world,
+                logical_ranks=self._settings.loop.logical_ranks,
+                parts=_part(self._settings, self._world).size,
             ),
         }
         states = streams(progress.step)
