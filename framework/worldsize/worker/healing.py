@@ -231,4 +231,4 @@ def _changed(now: Membership, before: Membership | None, step: int, seconds: flo
     stayed = () if before is None else [rank for rank in before.members if rank not in now.lost]
     joined = () if before is None else tuple(rank for rank in now.members if rank not in stayed)
     asked = dict(now.asked)
-    return MembershipChanged(step, now.number, now.members, dict(now.lost), joined, seconds, asked, now.waiting)
+    return MembershipChanged(step, now.number, now.members, dict(now.lost), joined, seconds, asked, waiting=now.waiting)
