@@ -25,7 +25,7 @@ from worldsize.world.world import device_of
 
 
 class Module:
-    """What a package registers as ``torch.xpu``: two devices, whose generator is one of Python's."""
+    """Stands in for what a package registers as ``torch.xpu``: two devices, whose generator is one of Python's."""
 
     def __init__(self) -> None:
         self.waited = 0

@@ -169,11 +169,13 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> Report | None:
 
 def _submitted(launcher: BatchLauncher, plan: Plan, run: RunDirectory) -> Report | None:
     """Submit the examination, or let a person start it, and wait for its end; return a report from outside ``run``."""
+    from worldsize.planning.doctor.findings import REPORT, read_facts
+
     job = launcher.submit(plan)
     if job is None:
         print(launcher.describe(plan))
-        print(f"Start these. Their report will be in {run.findings / 'report.json'}, and is shown here.", flush=True)
-        while not (run.findings / "report.json").exists():
+        print(f"Start these. Their report will be in {run.findings}, and is shown here.", flush=True)
+        while not read_facts(run.findings, REPORT):
             time.sleep(_POLL)
         return None
     _wait(launcher, job)

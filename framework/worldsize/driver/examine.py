@@ -16,10 +16,9 @@ from dataclasses import asdict
 from typing import Any, TypedDict
 
 import torch
-from rich.console import Console
 
 from worldsize.config.settings import Settings
-from worldsize.core import BatchLauncher, Cluster, Plan, Recipe
+from worldsize.core import Cluster, Plan, Recipe
 from worldsize.devices import device_count
 from worldsize.driver.host_check import facts_of
 from worldsize.errors import WorldsizeError
@@ -31,7 +30,7 @@ from worldsize.launch.node import NodeLauncher
 from worldsize.launch.port_probe import PortProbe, probe_all
 from worldsize.launch.run_key import read_key
 from worldsize.planning.doctor.evaluate import evaluate
-from worldsize.planning.doctor.findings import read_facts, read_findings, write_facts
+from worldsize.planning.doctor.findings import REPORT, read_facts, read_findings, write_facts
 from worldsize.records.run_directory import RunDirectory
 from worldsize.strict_json import strict
 from worldsize.world.environments import Node
@@ -42,7 +41,6 @@ _logger = logging.getLogger(__name__)
 _CLOCK_REQUESTS = 5  # number of requests for a host's clock
 _VISIBLE = 3.0  # seconds within which a file written by one host must be visible to another
 _POLL = 0.05
-_COLUMNS = 160  # of a table in a log
 
 
 class Meeting(TypedDict, total=False):
@@ -256,15 +254,12 @@ def _obstacle(place: Node, met: Meeting) -> str | None:
 
 
 def _report(settings: Settings, run: RunDirectory) -> None:
-    """Leave the report in the run's folder; print it if whoever asked for it sees the job's log alone."""
+    """Leave the report in the run's folder."""
     cluster = settings.cluster
-    found = read_findings(run.findings, cluster.nodes)
-    report = evaluate(found, cluster, needed_bytes=2 * checkpoint_bytes(settings.recipe))
+    findings = read_findings(run.findings, cluster.nodes)
+    report = evaluate(findings, cluster, needed_bytes=2 * checkpoint_bytes(settings.recipe))
     with suppress(OSError):  # which the report says, too
-        write_facts(run.findings, "report", strict(report.as_json()))
-    if isinstance(settings.launcher, BatchLauncher) and not settings.launcher.shares_run_folder:
-        Console(width=_COLUMNS, highlight=False).print(report.table())
-        print(report.as_line(), flush=True)
+        write_facts(run.findings, REPORT, strict(report.as_json()))
 
 
 def checkpoint_bytes(recipe: Recipe) -> float:
