@@ -57,8 +57,9 @@ class ClusterSchema:
     ``spares``: further processes, which wait to take the places of those that die. ``peak_flops``: dense operations a
     second of one process's device, of which the MFU is the share that the model uses (default: that of a known GPU).
     ``debug``: NCCL and torch tell what they do, in the logs of the processes.
-    ``tiers``: nodes of a rack, of a pod, ..., by the name of the tier, whose link is ``links.NAME``. ``topology``: file
-    that says which switches are above each host, a YAML or Slurm's topology.conf; it orders the hosts.
+    ``tiers``: nodes of a rack, of a pod, ..., by the name of the tier, whose link is ``links.NAME``; or a mapping with
+    ``nodes`` and the keys of a link. ``topology``: file that says which switches are above each host, a YAML or Slurm's
+    topology.conf; it orders the hosts.
     """
 
     name: str = MISSING
@@ -83,7 +84,7 @@ class ClusterSchema:
     peak_flops: Annotated[float | None, Range(above=0, hint="it is in operations a second")] = None
     debug: bool = False
     links: dict[str, LinkSchema] = field(default_factory=dict)
-    tiers: dict[str, Annotated[int, Range(least=1, most=1_000_000)]] = field(default_factory=dict)
+    tiers: dict[str, Any] = field(default_factory=dict)
     topology: Annotated[str | None, FilePath()] = None
 
 
