@@ -80,9 +80,8 @@ def test_the_image_of_a_lock_has_its_environment_and_nothing_private(base: str, 
     (tmp_path / "train.py").write_text("import idna; print('idna', idna.__version__)\n")
     (tmp_path / ".env").write_text("TOKEN=1\n")
     subprocess.run(["uv", "lock", "--quiet"], cwd=tmp_path, check=True)
-    done = worldsize(
-        "image", "--base", base, "--build", "podman", "--tag", "localhost/worldsize-test-tiny", cwd=tmp_path
-    )
+    tag = "localhost/worldsize-test-tiny"
+    done = worldsize("image", "--base", base, "--build", "podman", "--tag", tag, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     image = done.stdout.split()[-1]
     assert image == f"{tag}@{digest(tag)}"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from worldsize.config.cluster import cluster_of
-from worldsize.config.shape import with_topology
+from worldsize.config.tiers import with_tiers, with_topology
 from worldsize.errors import ConfigError
 from worldsize.world.environments import node
 from worldsize.world.topology import Topology, expanded
@@ -127,6 +127,31 @@ def test_tiers_that_do_not_divide_the_nodes_are_refused(tiers: dict[str, int], m
     with pytest.raises(ConfigError, match=message):
         cluster_of({**config, "tiers": tiers}, None)
     assert list(cluster_of({**config, "tiers": {"pod": 4, "rack": 2}}, None).tiers.items()) == [("rack", 2), ("pod", 4)]
+
+
+def test_a_tier_brings_its_link_along() -> None:
+    fast = {"bandwidth": 50e9, "latency": 3e-6}
+    cluster = with_tiers({"tiers": {"rack": {"nodes": 8, **fast}, "pod": 32}, "links": {"network": fast}})
+    assert cluster["tiers"] == {"rack": 8, "pod": 32}
+    assert cluster["links"] == {"network": fast, "rack": {**fast, "gap": 0.0, "incast": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("tier", "message"),
+    [
+        ("many", "cluster.tiers.rack='many' is no number of nodes"),
+        (True, "is no number of nodes"),
+        (0, "cluster.tiers.rack.nodes=0 must be between 1"),
+        ({"nodes": 8}, "bandwidth"),
+        ({"bandwidth": 1e9, "latency": 1e-6}, "nodes"),
+        ({"nodes": 8, "bandwith": 1e9}, "no key 'cluster.tiers.rack.bandwith'; did you mean 'bandwidth'"),
+        ({"nodes": 8, "bandwidth": -1e9, "latency": 1e-6}, "cluster.tiers.rack.bandwidth=-1"),
+    ],
+    ids=str,
+)
+def test_a_tier_that_is_none_is_refused(tier: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        with_tiers({"tiers": {"rack": tier}, "links": {}})
 
 
 def test_nodes_of_a_job_of_slurm_are_numbered_by_the_switches(tmp_path: Path) -> None:

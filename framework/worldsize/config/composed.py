@@ -19,7 +19,8 @@ from worldsize.config.installed import installed
 from worldsize.config.learning_rate import scaled_lr
 from worldsize.config.search_path import make_importable, roots
 from worldsize.config.settings import Settings, load_settings, logical_ranks_wanted
-from worldsize.config.shape import with_processes, with_topology
+from worldsize.config.shape import with_processes
+from worldsize.config.tiers import with_tiers, with_topology
 from worldsize.data.fetch import is_iterable
 from worldsize.data.order import epoch_length, steps_of
 from worldsize.devices import device_count
@@ -126,7 +127,7 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
     group = config["run"]["group"] or (sweep_folder() if is_sweep() else choices().get("experiment"))
     places = {"import_path": [str(root) for root in roots()], "packages": [each.module for each in installed()]}
     run = {**config["run"], "group": group, **places}
-    cluster = with_topology(with_processes(config["cluster"], gpus))
+    cluster = with_topology(with_tiers(with_processes(config["cluster"], gpus)))
     # the launcher's options were resolved before the hosts were ordered
     hosts = {"hosts": cluster["hosts"]} if "hosts" in config["launcher"] and "hosts" in cluster else {}
     return {**config, "cluster": cluster, "launcher": {**config["launcher"], **hosts}, "run": run}

@@ -60,8 +60,9 @@ class ClusterSchema:
     ``max_memory``: bytes of memory that one process may hold before an alert says so. ``debug``: NCCL and torch tell
     what they do, in the logs of the processes. ``pin``: whether each process keeps to the cores and the memory of a
     NUMA node (numa), or to cores that no other has (exclusive); auto: as numa where there are several such nodes.
-    ``tiers``: nodes of a rack, of a pod, ..., by the name of the tier, whose link is ``links.NAME``. ``topology``: file
-    that says which switches are above each host, a YAML or Slurm's topology.conf; it orders the hosts.
+    ``tiers``: nodes of a rack, of a pod, ..., by the name of the tier, whose link is ``links.NAME``; or a mapping with
+    ``nodes`` and the keys of a link. ``topology``: file that says which switches are above each host, a YAML or Slurm's
+    topology.conf; it orders the hosts.
     ``scale_lr``: rule by which ``lr`` follows the samples of an update where these depend on the number of workers,
     relative to the ``base_batch`` samples for which it was chosen (default: ``batch_size``).
     """
@@ -92,7 +93,7 @@ class ClusterSchema:
     scale_lr: Annotated[str, OneOf("none", "linear", "sqrt")] = "none"
     base_batch: Annotated[int | None, _COUNT] = None
     links: dict[str, LinkSchema] = field(default_factory=dict)
-    tiers: dict[str, Annotated[int, Range(least=1, most=1_000_000)]] = field(default_factory=dict)
+    tiers: dict[str, Any] = field(default_factory=dict)
     topology: Annotated[str | None, FilePath()] = None
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from worldsize.core import Autoscaler, Cluster, LaunchMethod, Numerics, Role, Strategy
 from worldsize.errors import ConfigError
 from worldsize.world.roles import heals
-from worldsize.world.topology import Topology, tier_names
 
 
 def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
@@ -30,27 +28,6 @@ def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     if processes % nodes:
         raise ConfigError(f"{processes} processes do not divide over {nodes} nodes. Set cluster.processes_per_node.")
     return {**cluster, "processes": processes, "processes_per_node": processes // nodes}
-
-
-def with_topology(cluster: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cluster with its hosts in the order of ``cluster.topology``, and the tiers that these make.
-
-    A scheduler's hosts are known later: its agents order them. Tiers that are set must be those of the file.
-
-    Raises:
-        ConfigError: the file cannot be read, lacks a host, or makes other tiers.
-    """
-    if cluster.get("topology") is None:
-        return dict(cluster)
-    topology = Topology.read(Path(cluster["topology"]))
-    if "hosts" not in cluster:
-        return dict(cluster)
-    hosts = topology.ordered(cluster["hosts"])
-    tiers = dict(zip(tier_names(), topology.sizes(hosts), strict=False))
-    if cluster.get("tiers"):
-        topology.check(hosts, cluster["tiers"])
-        tiers = cluster["tiers"]
-    return {**cluster, "hosts": hosts, "tiers": tiers}
 
 
 def _accelerators(text: str | None) -> int:

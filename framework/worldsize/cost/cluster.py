@@ -21,11 +21,14 @@ from worldsize.cost.collectives import (
 def link(cluster: Cluster, tier: str) -> Link:
     """Return the link of a tier; raise ConfigError if the cluster does not declare it."""
     if tier not in cluster.links:
-        raise ConfigError(
-            f"cluster={cluster.name} declares no link of tier {tier!r}. "
-            f"Set cluster.links.{tier}={{bandwidth: BYTES_A_SECOND, latency: SECONDS}}."
-        )
+        raise ConfigError(f"cluster={cluster.name} declares no link of tier {tier!r}. Set {_remedy(cluster, tier)}")
     return cluster.links[tier]
+
+
+def _remedy(cluster: Cluster, tier: str) -> str:
+    if tier in cluster.tiers:
+        return f"cluster.tiers.{tier}={{nodes: {cluster.tiers[tier]}, bandwidth: BYTES_A_SECOND, latency: SECONDS}}."
+    return f"cluster.links.{tier}={{bandwidth: BYTES_A_SECOND, latency: SECONDS}}."
 
 
 def levels(cluster: Cluster) -> list[Level]:
