@@ -19,6 +19,22 @@ def flight_file(log: Path) -> Path:
     return log.with_suffix(".flight.json")
 
 
+def collectives_file(log: Path) -> Path:
+    """Return the file beside the ``log`` of a process that counts its collectives, with ``cluster.debug``."""
+    return log.with_suffix(".collectives.json")
+
+
+def collectives_of(log: Path) -> dict[str, tuple[int, int]]:
+    """Return how many collectives the process with this ``log`` has begun and completed, by process group."""
+    counts = _read(collectives_file(log)) or {}
+    pairs = {group: pair for group, pair in counts.items() if isinstance(pair, list) and len(pair) == 2}
+    return {group: (int(begun), int(ended)) for group, (begun, ended) in pairs.items() if _are_counts(begun, ended)}
+
+
+def _are_counts(*values: Any) -> bool:
+    return all(isinstance(each, int) for each in values)
+
+
 def hang_report(logs: Sequence[Path]) -> str:
     """Return what the processes with these ``logs`` did when their gang hung, some lines each; "" if none wrote it."""
     records = [(log.stem, record) for log in logs if (record := _read(flight_file(log))) is not None]

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from worldsize.records.flight import flight_file
+from worldsize.records.flight import collectives_file, flight_file
 
 _SHARE = 0.6  # of the time-out after which a collective counts as hung
 _POLLS = 20  # in the time of a time-out
@@ -23,7 +23,7 @@ _QUICKEST, _SLOWEST = 0.1, 10.0  # seconds between two polls
 
 
 @contextmanager
-def hangs_watched(log: Path, asked: Path, *, timeout: float) -> Iterator[None]:
+def hangs_watched(log: Path, asked: Path, *, timeout: float, counts: bool = False) -> Iterator[None]:
     """Watch this process within the context; it writes a file beside its ``log`` if its gang hangs.
 
     Torch's flight recorder keeps the last collectives (``TORCH_FR_BUFFER_SIZE``, set in world/); its own dump is a
@@ -33,22 +33,32 @@ def hangs_watched(log: Path, asked: Path, *, timeout: float) -> Iterator[None]:
         log: Log of this process.
         asked: File by which the first process that waits asks the others of its run, in the same attempt.
         timeout: Time after which a collective fails, in seconds.
+        counts: Whether to leave the numbers of its collectives beside its ``log`` at the end.
     """
-    watch = _Watch(flight_file(log), asked, timeout)
+    watch = _Watch(log, asked, timeout, counts=counts)
     watch.start()
     try:
         yield
     finally:
         watch.ended.set()
+        watch.count()
 
 
 @final
 class _Watch(threading.Thread):
-    def __init__(self, path: Path, asked: Path, timeout: float) -> None:
+    def __init__(self, log: Path, asked: Path, timeout: float, *, counts: bool) -> None:
         super().__init__(name="hang watch", daemon=True)
         self.ended = threading.Event()
-        self._path, self._asked, self._timeout = path, asked, timeout
+        self._path, self._asked, self._timeout = flight_file(log), asked, timeout
+        self._counted = collectives_file(log) if counts else None
         self._main = threading.main_thread().ident
+
+    def count(self) -> None:
+        """Leave the numbers of this process's collectives once, if they are wanted, and it is in a group."""
+        path, self._counted = self._counted, None  # what hangs counts as completed once it has failed
+        if path is not None and dist.is_initialized():
+            with suppress(OSError, KeyError, ValueError):
+                path.write_text(json.dumps(_counts()))
 
     def run(self) -> None:
         pause = min(max(self._timeout / _POLLS, _QUICKEST), _SLOWEST)
@@ -62,6 +72,7 @@ class _Watch(threading.Thread):
                 if hangs or self._asked.exists():
                     self._asked.touch()
                     self._path.write_text(json.dumps(self._record(entries, waiting)))
+                    self.count()  # it may be killed while it hangs
                     return
 
     def _record(self, entries: Sequence[Mapping[str, Any]], waiting: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -76,13 +87,23 @@ class _Watch(threading.Thread):
 
 def _collectives() -> list[Mapping[str, Any]]:
     """Return what the flight recorder has kept, oldest first; nothing if the process is in no group."""
-    if not dist.is_initialized():
-        return []
+    entries: list[Mapping[str, Any]] = _recorded().get("entries", []) if dist.is_initialized() else []
+    return entries
+
+
+def _counts() -> dict[str, list[int]]:
+    """Return how many collectives this process has begun and completed in each group since it joined."""
+    status: Mapping[str, Mapping[str, Any]] = _recorded().get("pg_status", {})
+    ends = ("last_enqueued_collective", "last_completed_collective")
+    return {group: [int(each[end]) for end in ends] for group, each in status.items()}
+
+
+def _recorded() -> Mapping[str, Any]:
     dump = _distributed_c10d._dump_fr_trace_json
     if "nccl" in dist.get_backend():
         dump = _distributed_c10d._dump_nccl_trace_json  # type: ignore[attr-defined]
-    entries: list[Mapping[str, Any]] = json.loads(dump(True, False)).get("entries", [])
-    return entries
+    record: Mapping[str, Any] = json.loads(dump(True, False))
+    return record
 
 
 def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:

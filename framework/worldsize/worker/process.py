@@ -126,7 +126,7 @@ def _play(
 ) -> int:
     settings.determinism.apply(settings.cluster.device)
     _listen(settings, run)
-    with ExitStack() as stack, open_world(placement, settings.cluster, settings.roles) as world:
+    with open_world(placement, settings.cluster, settings.roles) as world, ExitStack() as stack:
         seed_generators(stream(settings.training.seed, "init"), world.device)
         settings.faults.begin(world.global_rank, placement.attempt + placement.starts)
         if settings.heals and settings.run.evaluates is None:
@@ -146,7 +146,7 @@ def _play(
 
 def _hangs_watched(settings: Settings, run: RunDirectory, placement: Placement) -> AbstractContextManager[None]:
     log, asked = run.log(*role_of(placement.rank, settings.roles)), run.hang(placement.attempt)
-    return hangs_watched(log, asked, timeout=settings.cluster.timeout)
+    return hangs_watched(log, asked, timeout=settings.cluster.timeout, counts=settings.cluster.debug)
 
 
 def _heal(
