@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -144,9 +145,15 @@ def _play(
         return Training(settings, run, world, replica, listeners, preemption, carried).run()
 
 
-def _hangs_watched(settings: Settings, run: RunDirectory, placement: Placement) -> AbstractContextManager[None]:
-    log, asked = run.log(*role_of(placement.rank, settings.roles)), run.hang(placement.attempt)
-    return hangs_watched(log, asked, timeout=settings.cluster.timeout, counts=settings.cluster.debug)
+def _hangs_watched(
+    settings: Settings, run: RunDirectory, placement: Placement
+) -> AbstractContextManager[Callable[[], None]]:
+    log, asked, cluster = (
+        run.log(*role_of(placement.rank, settings.roles)),
+        run.hang(placement.attempt),
+        settings.cluster,
+    )
+    return hangs_watched(log, asked, attempt=placement.attempt, timeout=cluster.timeout, counts=cluster.debug)
 
 
 def _heal(
@@ -168,6 +175,7 @@ def _heal(
     def make_replica(
         settings: Settings, world: World, before_update: BeforeUpdate, connections: Connections
     ) -> Replica:
+        joined()
         seed_generators(stream(settings.training.seed, "init"), world.device)
         context = context_of(settings, run, world, placement, preemption)
         context = replace(context, before_update=before_update, making_groups=lambda: connections)
@@ -175,7 +183,8 @@ def _heal(
         assert replica is not None
         return replica
 
-    return HealingMember(settings, run, placement, channel, listeners, preemption).run(world, make_replica)
+    with _hangs_watched(settings, run, placement) as joined:
+        return HealingMember(settings, run, placement, channel, listeners, preemption).run(world, make_replica)
 
 
 def _examine(settings: Settings, run: RunDirectory, placement: Placement) -> int:

@@ -17,6 +17,7 @@ from worldsize.files import is_file
 from worldsize.messages import duration
 from worldsize.observe.report.cluster import axes, links, nodes
 from worldsize.observe.report.curves import common_curves, run_curves
+from worldsize.observe.report.hangs import hangs
 from worldsize.observe.report.ranks import rank_charts, waits_by_rank
 from worldsize.observe.report.read import SCALING, Record, number, read_run, runs_of
 from worldsize.observe.report.scaling import read_study, study_charts
@@ -56,6 +57,7 @@ def run_page(record: Record) -> str:
         curves=run_curves(record),
         rank_charts=rank_charts(record),
         timeline=timeline(record),
+        hangs=hangs(record),
         planted=[json.dumps(fault) for fault in record.manifest["config"].get("faults") or ()],
         nodes=nodes(record),
         axes=axes(record),
