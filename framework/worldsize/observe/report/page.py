@@ -115,9 +115,11 @@ def summary(record: Record) -> list[tuple[str, str]]:
         rows += [(f"train {name}", figure(number(value))) for name, value in last.get("metrics", {}).items()]
     if rate := results.get("samples_per_second") or last.get("samples_per_second"):
         rows += [("samples/s", f"{rate:,.0f}")]
-    for name, key, form in (("tokens/s", "tokens_per_second", ",.0f"), ("MFU", "mfu", ".1%")):
-        if (value := number(last.get(key))) > 0:
-            rows += [(name, format(value, form))]
+        latest = number(last.get("samples_per_second"))
+        share = rate / latest if latest > 0 else 0.0  # that of the whole run, by that of the last logged step
+        for name, key, form in (("tokens/s", "tokens_per_second", ",.0f"), ("MFU", "mfu", ".1%")):
+            if (value := share * number(last.get(key))) > 0:
+                rows += [(name, format(value, form))]
     if goodput.get("total_seconds"):
         rows += [("time", duration(goodput["total_seconds"])), ("goodput", f"{goodput['fraction']:.0%}")]
     if waits := [share for share in waits_by_rank(record).values() if share == share]:
