@@ -55,7 +55,7 @@ def hang_report(logs: Sequence[Path]) -> str:
 @final
 @dataclass(frozen=True)
 class HungProcess:
-    """What one process did when its gang hung."""
+    """One process of a gang that hung."""
 
     attempt: int
     role: str
@@ -71,15 +71,15 @@ class HungProcess:
 def hung_processes(folder: Path) -> list[HungProcess]:
     """Return what processes wrote into the ``folder`` of logs when their gang hung, in any attempt, by rank."""
     paths = ((path, _NAME.fullmatch(path.name)) for path in sorted(folder.rglob("*.flight*.json"))[:_FILES])
-    found = []
+    processes = []
     for path, name in paths:
         if name and (record := _read(path)) is not None:
             attempt = record.get("attempt")
             number = attempt if isinstance(attempt, int) else 0
             stack = tuple(printable(str(frame)) for frame in _list(record.get("stack"))[-_MOST_FRAMES:])
             waits = bool(_list(record.get("waiting")))
-            found.append(HungProcess(number, name["role"], int(name["rank"]), _doing(record), waits, stack))
-    return sorted(found, key=lambda each: (each.attempt, each.role, each.rank))
+            processes.append(HungProcess(number, name["role"], int(name["rank"]), _doing(record), waits, stack))
+    return sorted(processes, key=lambda each: (each.attempt, each.role, each.rank))
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Who waited for whom when a gang hung, from what each process wrote of itself."""
+"""Lists who waited for whom when a gang hung, from what each process wrote of itself."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def _hang(attempt: int, processes: list[HungProcess]) -> Hang:
     alike: defaultdict[tuple[str, str, bool, tuple[str, ...]], list[int]] = defaultdict(list)
     for each in processes:
         alike[each.role, each.doing, each.waits, each.stack].append(each.rank)
-    rows = [Row(f"{role} {named(ranks)}", *same) for (role, *same), ranks in alike.items()]
+    rows = [Row(f"{role} {named(ranks)}", doing, waits, stack) for (role, doing, waits, stack), ranks in alike.items()]
     ordered = sorted(rows, key=lambda row: row.waits)
     return Hang(attempt, tuple(ordered[:_SHOWN]), max(0, len(ordered) - _SHOWN))
