@@ -23,6 +23,7 @@ FLOORS = (  # from the ground up: a package imports only from those before it
     "messages",
     "files",
     "strict_json",
+    "spans",
     "core",
     "cost",
     "world",

@@ -13,7 +13,8 @@ import pytest
 
 from worldsize.core import Cluster, Link, TransportFellBack, World
 from worldsize.observe.events import EventLog, is_event
-from worldsize.observe.transport import Transport, audit, parse_nccl_log, transport_warning
+from worldsize.observe.nccl_log import parse_nccl
+from worldsize.observe.transport import Transport, audit, connections_of, transport_warning
 from worldsize.testing.worlds import run_in_worlds
 
 ETHERNET = """\
@@ -33,18 +34,20 @@ gpu1:4021:4060 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
     [(ETHERNET, ["shm", "socket"], "eth0"), (FABRIC, ["ib", "nvlink"], "mlx5_0"), ("", [], None)],
 )
 def test_transports_and_interface_are_read(text: str, transports: list[str], interface: str | None) -> None:
-    assert parse_nccl_log(text) == {"transports": transports, "interface": interface}
+    assert connections_of(parse_nccl(text)) == {"transports": transports, "interface": interface}
 
 
 def test_sockets_where_the_cluster_declares_a_fabric_give_a_warning() -> None:
     fast = Cluster("slurm", 2, 16, "cuda", "nccl", links={"network": Link(bandwidth=12.5e9, latency=5e-6)})
     slow = Cluster("slurm", 2, 16, "cuda", "nccl", links={"network": Link(bandwidth=1.25e9, latency=5e-5)})
-    ethernet: Transport = {"backend": "nccl", **parse_nccl_log(ETHERNET), "ranks": {}}
+    ethernet: Transport = {"backend": "nccl", **connections_of(parse_nccl(ETHERNET)), "ranks": {}}
     warning = transport_warning(ethernet, fast)
     assert warning is not None
     assert "plain sockets on eth0, but the cluster declares 12.5 GB/s" in warning
     assert transport_warning(ethernet, slow) is None
-    assert transport_warning({"backend": "nccl", **parse_nccl_log(FABRIC), "ranks": {"ib": 16}}, fast) is None
+    assert (
+        transport_warning({"backend": "nccl", **connections_of(parse_nccl(FABRIC)), "ranks": {"ib": 16}}, fast) is None
+    )
     adapters = replace(slow, hca="mlx5")
     warning = transport_warning(ethernet, adapters)
     assert warning is not None

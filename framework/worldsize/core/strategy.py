@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -178,6 +178,9 @@ class Strategy(ABC):
     """Whether the updates of a step share one learning rate, where ``update_parts`` are several."""
     shards_state: ClassVar[bool] = False
     """Whether a process holds state that no other has, of which a gang that heals needs copies."""
+    special_optimizers: ClassVar[Collection[str]] = ()
+    """Which optimizers it trains that most strategies cannot: "adamw_8bit", whose state is in blocks of whole
+    parameters, and "schedule_free", which are evaluated with other weights than they train."""
     reduce: Reduction = "flat"
     """How gradients are summed over logical ranks."""
 

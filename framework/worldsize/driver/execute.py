@@ -108,7 +108,7 @@ def checked(cfg: DictConfig) -> Settings:
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     settings = settings_of(cfg)
     check_trainable(settings.recipe, settings.strategy)
-    check_construction(settings.recipe, settings.strategy, settings.numerics)
+    check_construction(settings.recipe, settings.strategy, settings.numerics, averages=bool(settings.average))
     return settings
 
 

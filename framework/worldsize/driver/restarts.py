@@ -14,6 +14,7 @@ from worldsize.core import Failure, Launcher, Outcome, Plan
 from worldsize.driver.hints import command_line
 from worldsize.driver.record import with_claim
 from worldsize.errors import RunFolderError
+from worldsize.observe.debug_summary import debug_summary
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table
 from worldsize.records.run_directory import RunDirectory
@@ -50,6 +51,8 @@ def _run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: Ru
         restarts, failed_at = restarts + 1, step
         _say_restart(failure, f"{restarts} of {launcher.max_restarts}")
     _report(record.directory, outcome, console)
+    if settings.cluster.debug:
+        _logger.info("%s", debug_summary(record.directory, record.attempts[-1].get("transport")))
     return outcome.exit_code
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from worldsize.core import Cluster, World
+from worldsize.observe.nccl_log import NcclLog, parse_nccl
 
 _NAMES = {"P2P": "nvlink", "SHM": "shm", "NET/IB": "ib", "NET/Socket": "socket"}  # of NCCL's transports
 _SOCKETS_AT_MOST = 5e9  # bytes per second; a link declared faster is not a plain socket
@@ -61,7 +61,7 @@ def audit(world: World, cluster: Cluster, environ: Mapping[str, str], folder: Pa
     if cluster.backend != "nccl":  # it does not say
         return {"backend": cluster.backend, "transports": [], "interface": None, "ranks": {}}
     log = folder / f"nccl_{socket.gethostname()}_{os.getpid()}.log"
-    used = parse_nccl_log(log.read_text() if log.exists() else "")
+    used = connections_of(parse_nccl(log.read_text() if log.exists() else ""))
     return {"backend": "nccl", **used, "ranks": _counted(used["transports"], world)}
 
 
@@ -73,11 +73,11 @@ def _counted(transports: Collection[str], world: World) -> dict[str, int]:
     return {name: count for name, count in zip(_NAMES.values(), counts.tolist(), strict=True) if count}
 
 
-def parse_nccl_log(text: str) -> NcclConnections:
-    """Parse transports and interface from NCCL's log."""
-    transports = {_NAMES[each] for each in re.findall(r" via (P2P|SHM|NET/IB|NET/Socket)", text)}
-    used = re.search(r"NET/(?:IB|Socket) : Using \[0\]([\w.]+)", text)
-    return {"transports": sorted(transports), "interface": used[1] if used else None}
+def connections_of(log: NcclLog) -> NcclConnections:
+    """Return the transports and the first interface of a process."""
+    transports = {name for way in log.connections for start, name in _NAMES.items() if way.startswith(start)}
+    interface = log.devices[0].partition(":")[0] if log.devices else None
+    return {"transports": sorted(transports), "interface": interface}
 
 
 def transport_warning(transport: Transport, cluster: Cluster) -> str | None:

@@ -68,6 +68,7 @@ class DDP(Strategy):
     trains_multi_update = True
     compiles = True
     recomputes = True
+    special_optimizers = ("adamw_8bit", "schedule_free")
 
     compress: CompressionKind = "none"
     powersgd_rank: Annotated[int, Range(least=1)] = 4

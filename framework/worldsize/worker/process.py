@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -139,7 +139,7 @@ def _play(
 ) -> int:
     settings.determinism.apply(settings.cluster.device)
     _listen(settings, run)
-    with ExitStack() as stack, open_world(placement, settings.cluster, settings.roles) as world:
+    with open_world(placement, settings.cluster, settings.roles) as world, ExitStack() as stack:
         seed_generators(stream(settings.training.seed, "init"), world.device)
         settings.faults.begin(world.global_rank, placement.attempt + placement.starts)
         if settings.heals and settings.run.evaluates is None:
@@ -157,9 +157,15 @@ def _play(
         return Training(settings, run, world, replica, listeners, preemption, carried).run()
 
 
-def _hangs_watched(settings: Settings, run: RunDirectory, placement: Placement) -> AbstractContextManager[None]:
-    log, asked = run.log(*role_of(placement.rank, settings.roles)), run.hang(placement.attempt)
-    return hangs_watched(log, asked, timeout=settings.cluster.timeout)
+def _hangs_watched(
+    settings: Settings, run: RunDirectory, placement: Placement
+) -> AbstractContextManager[Callable[[], None]]:
+    log, asked, cluster = (
+        run.log(*role_of(placement.rank, settings.roles)),
+        run.hang(placement.attempt),
+        settings.cluster,
+    )
+    return hangs_watched(log, asked, attempt=placement.attempt, timeout=cluster.timeout, counts=cluster.debug)
 
 
 def _heal(
@@ -181,6 +187,7 @@ def _heal(
     def make_replica(
         settings: Settings, world: World, before_update: BeforeUpdate, connections: Connections
     ) -> Replica:
+        joined()
         seed_generators(stream(settings.training.seed, "init"), world.device)
         context = context_of(settings, run, world, placement, preemption)
         context = replace(context, before_update=before_update, making_groups=lambda: connections)
@@ -188,7 +195,8 @@ def _heal(
         assert replica is not None
         return replica
 
-    return HealingMember(settings, run, placement, channel, listeners, preemption).run(world, make_replica)
+    with _hangs_watched(settings, run, placement) as joined:
+        return HealingMember(settings, run, placement, channel, listeners, preemption).run(world, make_replica)
 
 
 def _examine(settings: Settings, run: RunDirectory, placement: Placement) -> int:
