@@ -1,4 +1,4 @@
-"""Which rank does what: its node, and its place on each axis of a strategy's mesh."""
+"""A table of the ranks: the node of each, and its place on each axis of the strategy's mesh."""
 
 from __future__ import annotations
 
