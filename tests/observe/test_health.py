@@ -24,9 +24,10 @@ from worldsize.core import Event, HealthLimits, NodeAlert, RunEnded, StepDone, S
 from worldsize.observe.events import EventLog, described
 from worldsize.observe.health.alerts import HealthAlerts
 from worldsize.observe.health.counters import Counters, Network, _adapters, read_counters
-from worldsize.observe.health.files import AlertFiles, AlertNews, HealthFile, last_samples, why_host_is_slow
+from worldsize.observe.health.files import AlertFiles, AlertNews, HealthFile, alert_of, last_samples, why_host_is_slow
 from worldsize.observe.health.gpus import GpuReading, Gpus
 from worldsize.observe.health.memory import Memory, within
+from worldsize.observe.health.process import HealthProcess
 from worldsize.observe.health.rows import HealthRow, described_alert, health_row, is_health, why_slow
 from worldsize.observe.health.summary import NodesHealth, health_figures
 from worldsize.observe.report.page import page
@@ -35,6 +36,8 @@ from worldsize.observe.watch import Watched, screen
 from worldsize.records.json_lines import row_of
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import look
+from worldsize.worker.process import _health_watched
+from worldsize.world.environments import Placement
 
 CALM: HealthRow = {
     "time": START,
@@ -353,6 +356,32 @@ def test_alerts_of_all_nodes_reach_the_events_of_the_run_and_its_listeners(tmp_p
         file.write('{"event": "node_alert", "time": 1.0, "node": "x"}\nnonsense\n')
     assert news.new() == passed
     assert news.new() == []
+
+
+def test_the_process_of_the_first_node_passes_on_what_is_at_hand_when_it_ends(tmp_path: Path) -> None:
+    run, alert = RunDirectory(tmp_path), NodeAlert(1, "n1", "disk", 0.97, 0.95)
+    with HealthProcess(tmp_path, HealthLimits(3600.0), node=0) as health:
+        pid = health._process.pid
+        assert pid is not None
+        while os.getpriority(os.PRIO_PROCESS, pid) < 19:  # it looks for alerts from then on
+            time.sleep(0.01)
+        HealthFile(run, 1).append(CALM, [alert])
+    assert [alert_of(row_of(line)) for line in run.events.read_bytes().splitlines()] == [alert]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_ranks_that_somebody_starts_by_hand_have_one_process_for_each_node(tmp_path: Path) -> None:
+    settings: Any = SimpleNamespace(observe=SimpleNamespace(health=LIMITS))
+    run = RunDirectory(tmp_path)
+
+    def watches(rank: int, heartbeat: Path | None = None) -> bool:
+        place = Placement(rank, 8, rank % 4, 4, "env://", heartbeat=heartbeat)
+        return isinstance(_health_watched(settings, run, place), HealthProcess)
+
+    assert [watches(rank) for rank in range(8)] == [rank % 4 == 0 for rank in range(8)]
+    assert not watches(0, tmp_path)  # its launching process does
+    settings.observe.health = None
+    assert not watches(0)
 
 
 def test_listeners_are_told_alerts_between_other_events(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,7 +75,10 @@ def read_counters(root: int, folder: Path, gpus: Gpus, *, infiniband: Path = _IN
         gpus: The GPUs of this node.
         infiniband: Where the kernel shows InfiniBand adapters, whose bytes pass no network interface.
     """
-    times, machine, swap = psutil.cpu_times(), psutil.virtual_memory(), psutil.swap_memory()
+    times, machine = psutil.cpu_times(), psutil.virtual_memory()
+    with warnings.catch_warnings():  # a container may hide how much is swapped, which is 0 then
+        warnings.simplefilter("ignore")
+        swap = psutil.swap_memory()
     # a guest's time is in user and nice already
     idle = times.idle + getattr(times, "iowait", 0.0)
     everything = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)

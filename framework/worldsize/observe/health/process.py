@@ -77,12 +77,10 @@ def _body(run: RunDirectory, limits: HealthLimits, node: int, root: int, parent:
     gc.freeze()  # else it would copy the memory that it shares with its parent
     for number in SIGNALS:  # the launching process decides when this one ends, by SIGTERM
         signal.signal(number, signal.SIG_IGN if number != signal.SIGTERM else _end)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    alerts, events, sampler = AlertFiles(run), EventLog(run.events), None
     os.nice(_NICENESS)
-    alerts = AlertFiles(run)
-    events = EventLog(run.events)
     try:
-        sampler = None
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         for is_sample in _ticks(limits.every):
             if is_sample and sampler is None:  # its first sample is of the time from now on
                 sampler = Sampler(run, limits, node, root)
