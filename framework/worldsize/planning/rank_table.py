@@ -1,4 +1,4 @@
-"""Which rank does what: its node, and its place on each axis of a strategy's mesh."""
+"""Draws which rank does what: its node, and its place on each axis of a strategy's mesh."""
 
 from __future__ import annotations
 
