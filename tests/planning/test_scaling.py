@@ -9,6 +9,7 @@ from worldsize.planning.scaling import (
     boundary_text,
     efficiencies,
     knees,
+    marginal_text,
     marginals,
     predicted_efficiencies,
     spread,
@@ -65,6 +66,11 @@ def test_a_further_process_adds_its_share_of_the_speed_of_one() -> None:
     assert marginals([*STAIRS, on_one_node])[3] == pytest.approx(-0.05), "against the fewest nodes of that size"
 
 
+def test_a_further_process_is_compared_with_those_of_its_own_strategy() -> None:
+    slower = [point(1, 50, strategy="fsdp"), point(2, 90, strategy="fsdp")]
+    assert marginals([*STAIRS, *slower])[-2:] == pytest.approx([None, 0.8])
+
+
 def test_the_knee_is_the_last_size_before_a_further_process_adds_too_little() -> None:
     assert [knees(STAIRS, least=least)["ddp"] for least in (0.1, 0.5, 0.9)] == [8, 2, 1]
 
@@ -75,5 +81,6 @@ def test_the_cliff_at_the_node_boundary_is_named_with_its_prediction() -> None:
         "ddp at the node boundary, 1 × 2 to 2 × 2: efficiency 90% to 55% (predicted 100% to 60%); "
         "a further process adds 20% of the speed of one."
     ]
+    assert (marginal_text(-0.001), marginal_text(-0.05), marginal_text(None)) == ("0%", "-5%", "")
     assert boundary_text(STAIRS[:2]) == []
     assert predicted_efficiencies([point(1, 100), STAIRS[1], Point("ddp", 4, 1, 1, 0, {}, 9, None, "run")]) is None

@@ -36,6 +36,7 @@ from worldsize.planning.scaling import (
     boundary_text,
     efficiencies,
     knees,
+    marginal_text,
     marginals,
     predicted_efficiencies,
     read_timed,
@@ -281,7 +282,7 @@ def table(points: Sequence[Point], *, title: str, least: float | None = None) ->
         cells = [point.strategy, f"{size}{' (knee)' if bends else ''}", *([str(point.accumulation)] if shape else [])]
         cells += [time_text(point.step_seconds), f"± {time_text(point.spread_seconds / 2)}"]
         cells += [time_text(point.phases[phase]) if phase in point.phases else "" for phase in PHASES]
-        cells += [f"{point.samples_per_second:,.0f}", f"{share:.0%}", "" if further is None else f"{further:.0%}"]
+        cells += [f"{point.samples_per_second:,.0f}", f"{share:.0%}", marginal_text(further)]
         if point.predicted_seconds is not None:
             of_that = "" if foreseen is None else f" ({foreseen:.0%})"
             cells += [f"{time_text(point.predicted_seconds)}{of_that}", f"{point.error:+.0%}"]

@@ -13,7 +13,7 @@ from rich.table import Table
 from worldsize.cost.collectives import compute_seconds_for
 from worldsize.errors import ConfigError
 from worldsize.planning.advice import WANTED, time_text
-from worldsize.planning.scaling import Point, boundary_text, knees, marginals
+from worldsize.planning.scaling import Point, boundary_text, knees, marginal_text, marginals
 
 if TYPE_CHECKING:  # torch takes seconds
     from worldsize.config.settings import Settings
@@ -96,7 +96,7 @@ class Curve:
             times = map(time_text, (each.cost.communication_seconds, each.exposed_seconds, each.step_seconds))
             cells = [str(point.nodes), f"{point.world_size}{' (knee)' if bends else ''}", *times]
             cells += [f"{each.efficiency:.1%}", "█" * round(_BAR * each.efficiency)]
-            cells += ["" if further is None else f"{further:.0%}"]
+            cells += [marginal_text(further)]
             needed = time_text(compute_seconds_for(WANTED, each.exposed_seconds))
             table.add_row(point.strategy, *cells, needed, style="bold" if bends else None)
         return table

@@ -1,4 +1,4 @@
-"""A table of the ranks: the node of each, and its place on each axis of the strategy's mesh."""
+"""Draws which rank does what: its node, and its place on each axis of a strategy's mesh."""
 
 from __future__ import annotations
 

@@ -110,17 +110,22 @@ def predicted_efficiencies(points: Sequence[Point]) -> list[float] | None:
 def marginals(points: Sequence[Point]) -> list[float | None]:
     """Return what each process adds that a point has more than the next smaller one of its series.
 
-    It is a share of the speed of a process at the smallest world size: 1 if the point is as efficient as that, negative
-    if more processes are slower. None: no world size of the series is smaller.
+    It is a share of the speed of a process at the smallest world size of the same strategy: 1 if the point is as
+    efficient as that, negative if more processes are slower. None: no world size of the series is smaller.
     """
-    base = min(points, key=lambda point: (point.world_size, point.accumulation))
-    alone = base.samples_per_second / base.world_size
-    return [
-        None
-        if (before := _before(point, points)) is None
-        else (point.samples_per_second - before.samples_per_second) / (point.world_size - before.world_size) / alone
-        for point in points
-    ]
+    return [None if (before := _before(point, points)) is None else _added(point, before, points) for point in points]
+
+
+def _added(point: Point, before: Point, points: Sequence[Point]) -> float:
+    own = (each for each in points if each.strategy == point.strategy)
+    base = min(own, key=lambda each: (each.world_size, each.accumulation))
+    each = (point.samples_per_second - before.samples_per_second) / (point.world_size - before.world_size)
+    return each / (base.samples_per_second / base.world_size)
+
+
+def marginal_text(share: float | None) -> str:
+    """Format a marginal efficiency, empty for None."""
+    return "" if share is None else f"{round(share, 2) + 0.0:.0%}"  # never "-0%"
 
 
 def _before(point: Point, points: Sequence[Point]) -> Point | None:
@@ -192,4 +197,8 @@ def _fall(one: tuple[Point, float, float | None, float | None], several: tuple[A
     text = f"efficiency {one[1]:.0%} to {several[1]:.0%}"
     if one[2] is not None and several[2] is not None:
         text += f" (predicted {one[2]:.0%} to {several[2]:.0%})"
-    return text if several[3] is None else f"{text}; a further process adds {several[3]:.0%} of the speed of one"
+    return (
+        text
+        if several[3] is None
+        else f"{text}; a further process adds {marginal_text(several[3])} of the speed of one"
+    )
