@@ -30,10 +30,10 @@ def undisturbed(reference_run: Any) -> Callable[..., dict[str, Any]]:
 
 def test_one_of_the_survivors_waits_until_another_joins(train: Any, undisturbed: Any) -> None:
     """2 × 2, then 1 × 2 and one that waits, then 2 × 2 with it again; then the process that logs dies, too."""
-    planted = faults(kill(1, 5), kill(0, 24, attempt=None), SLOW)
-    options = ("steps=36", "launcher.max_restarts=1", "cluster.processes=4")
+    planted = faults(kill(1, 5), kill(0, 18, attempt=None), SLOW)
+    options = ("steps=26", "launcher.max_restarts=1", "cluster.processes=4")
     run = train(*ELASTIC, TENSOR, *HEAL, *options, planted)
-    assert result_of(run) == undisturbed(TENSOR, "cluster.processes=2", "steps=36")
+    assert result_of(run) == undisturbed(TENSOR, "cluster.processes=2", "steps=26")
     sizes = [len(members) for members in memberships(run.folder)]
     assert memberships(run.folder)[0] == [0, 1, 2, 3]
     assert sizes[:3] == [4, 2, 4]
@@ -44,7 +44,7 @@ def test_a_stage_that_waits_for_a_dead_one_or_for_one_that_hangs_goes_on(train: 
     """3 parts of the data of 2 stages each, then 2 with 5 and 4 logical ranks; the second loss brings in who waits."""
     hang = {"action": "stop", "rank": 0, "step": 9}
     ranks = ("logical_ranks=9", "batch_size=18")
-    options = (*ranks, "cluster.processes=6", "cluster.timeout=8")
+    options = (*ranks, "cluster.processes=6", "cluster.timeout=6")
     run = train(*ELASTIC, PIPELINE, *HEAL, *options, faults(kill(4, 5), hang))
     assert result_of(run) == undisturbed(PIPELINE, *ranks, "cluster.processes=2")
     assert [len(members) for members in memberships(run.folder)] == [6, 4, 4]

@@ -422,6 +422,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
         ({"on_failure": "heal", "data": 2, "tensor": 4}, "Set strategy.data=null"),
         ({"on_failure": "heal", "tensor": 2}, "on different nodes"),
         ({"on_failure": "heal", "pipeline": 2, "schedule": "interleaved"}, "schedule=1f1b or gpipe"),
+        ({"on_failure": "heal", "pipeline": 2, "reshard_after_forward": True}, "reshard_after_forward=null"),
         ({"reduce": "hierarchical"}, "reduce=flat"),
         ({"pipeline": 0}, "must be 1 or more"),
         ({"schedule": "dual"}, "Known: gpipe, 1f1b, interleaved"),

@@ -147,7 +147,7 @@ def _machine(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterato
     if orders_differ(then, now, original):
         yield Downgrade("tolerance", f"order of samples: {then} then, {now} now")
     for key in ("tensor", "pipeline"):  # no order of sums over logical ranks makes up for it
-        then, now = (manifest["config"]["strategy"].get(key) for manifest in (original, present))
+        then, now = (manifest["config"].get("strategy", {}).get(key) for manifest in (original, present))
         if _divides_layers_anew(f"strategy.{key}", then, now):
             yield Downgrade("tolerance", f"strategy.{key}: {then or 1} then, {now or 1} now, and sums depend on it")
     if original["determinism"]["reduce"] == "ordered":

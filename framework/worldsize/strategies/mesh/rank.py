@@ -109,7 +109,7 @@ class Rank:
         full_state, data = self._full_state(model), self._data(mesh)
         chain = stages_of(self.recipe, model, self.schedule.stages, self.schedule.split)
         owned = Ownership(model, chain, pipeline=self.layout.pipeline, p=self._p)
-        if self.layout.data > 1 or self.sharding.interruptible:
+        if self.layout.data > 1:
             owned.check_sharded_once()
         mine = [
             self._stage(chain[index], index) for index in range(self._p, self.schedule.stages, self.layout.pipeline)

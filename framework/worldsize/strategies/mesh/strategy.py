@@ -91,6 +91,12 @@ class Mesh(Strategy):
                 "and those of a part of the data change. Set strategy.schedule=1f1b or gpipe."
             )
 
+        if self.pipeline > 1 and self.reshard_after_forward:
+            raise ConfigError(
+                "strategy.on_failure=heal: strategy.reshard_after_forward=true gathers a stage for each micro-batch, "
+                "of which parts of the data may have different numbers. Set strategy.reshard_after_forward=null."
+            )
+
     @property
     def _pipeline(self) -> PipelineSchedule:
         return PipelineSchedule(self.pipeline, self.schedule, self.stages_per_rank, self.split)
