@@ -20,7 +20,7 @@ from recipes.digits.recipe import Digits
 from worldsize.core import ConfigError, EvaluationBatch, EvaluationBatches, MicroBatch, Numerics, RunContext, World
 from worldsize.engine.schedules import warmup_cosine
 from worldsize.optimizers.eight_bit import adamw_8bit
-from worldsize.optimizers.schedule_free import adamw_schedule_free
+from worldsize.optimizers.schedule_free import adamw_schedule_free, evaluated_weights
 from worldsize.planning.construction import check_construction
 from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import DDP
@@ -127,6 +127,8 @@ def test_schedule_free_training_is_that_of_a_plain_loop_and_evaluations_change_n
         replica.state()  # a save, whose probe must leave no trace
         replica.step([MicroBatch(batch, seed=step, step=step)])
         found = replica.evaluate(evaluations(batches()))
+    with pytest.raises(InterruptedError), evaluated_weights(replica.train_state.optimizers):
+        raise InterruptedError  # as in a gang whose member dies while it evaluates
     assert equal(trained(plain, theirs, batches()), list(model.parameters()))
     assert theirs.param_groups[0]["k"] == replica.train_state.optimizers[0].param_groups[0]["k"] == STEPS
     theirs.eval()

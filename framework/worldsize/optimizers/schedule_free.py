@@ -77,11 +77,13 @@ def evaluated_weights(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     free = [each for each in optimizers if is_schedule_free(each) and has_begun(each)]
     weights = [weight for each in free for group in each.param_groups for weight in group["params"]]
     kept = [weight.detach().clone() for weight in weights]
-    for optimizer in free:
-        optimizer.eval()  # type: ignore[attr-defined]
-    yield
-    for optimizer in free:
-        begin_training(optimizer)
-    with torch.no_grad():
-        for weight, before in zip(weights, kept, strict=True):
-            weight.copy_(before)
+    try:
+        for optimizer in free:
+            optimizer.eval()  # type: ignore[attr-defined]
+        yield
+    finally:  # a gang that heals goes on with them after a failure
+        for optimizer in free:
+            begin_training(optimizer)
+        with torch.no_grad():
+            for weight, before in zip(weights, kept, strict=True):
+                weight.copy_(before)
