@@ -18,7 +18,17 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 BASE = "localhost/worldsize-test-base"
-_FILES = ("bin", "lib", "lib64", "usr/bin", "usr/lib/x86_64-linux-gnu", "usr/lib/git-core", "usr/lib/ssl", "etc/ssl")
+_FILES = (
+    "bin",
+    "lib",
+    "lib64",
+    "usr/lib64",
+    "usr/bin",
+    "usr/lib/x86_64-linux-gnu",
+    "usr/lib/git-core",
+    "usr/lib/ssl",
+    "etc/ssl",
+)
 _CONF = """
 [containers]
 netns = "host"
@@ -52,8 +62,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         python = Path(sys.base_prefix)
         own = [name for name in _FILES if Path("/", name).exists()]
         left_out = [f"--exclude={name}" for name in ("site-packages", "test", "__pycache__", "chromium", "*.a")]
-        files_of = ["tar", "-C", "/", *left_out, "-c", *own, str(python).lstrip("/")]
-        certificates = [f"--change=ENV {name}={os.environ[name]}" for name in ("SSL_CERT_FILE",) if name in os.environ]
+        files_of = [
+            "tar",
+            "-C",
+            "/",
+            *left_out,
+            "-c",
+            "--no-recursion",
+            "tmp",
+            "--recursion",
+            *own,
+            str(python).lstrip("/"),
+        ]
+        named = [name for name in ("SSL_CERT_FILE", "PIP_CERT") if name in os.environ]  # of a mirror's own authority
+        certificates = [f"--change=ENV {name}={os.environ[name]}" for name in named]
         path = f"--change=ENV PATH={python}/bin:/usr/bin:/bin"
         with subprocess.Popen(files_of, stdout=subprocess.PIPE) as tar:
             podman("import", path, *certificates, "-", BASE, stdin=tar.stdout)

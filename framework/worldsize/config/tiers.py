@@ -44,7 +44,8 @@ def with_tiers(cluster: Mapping[str, Any]) -> dict[str, Any]:
 
 def _link(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(_TierSchema), dict[str, Any](nodes=None) | {**given})
+        values: dict[Any, Any] = {"nodes": None, **given}
+        merged = OmegaConf.merge(OmegaConf.structured(_TierSchema), values)
         plain: Any = OmegaConf.to_container(merged, throw_on_missing=True)
     except ConfigKeyError as error:
         name = str(error.key)

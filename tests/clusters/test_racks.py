@@ -1,0 +1,58 @@
+"""Hosts in two racks are ordered by the switches above them, and an elastic run does not depend on that."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worldsize.testing.hosts import Hosts, missing, running
+
+REPOSITORY = Path(__file__).parents[2]
+DIGITS = ("recipe=digits", "cluster.threads=1", "logger=none", "steps=5", "logical_ranks=4", "batch_size=96")
+TOPOLOGY = "SwitchName=a Nodes=h[1-2]\nSwitchName=b Nodes=h[3-4]\nSwitchName=core Switches=a,b\n"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def racks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Four hosts in two racks."""
+    if why := missing():
+        pytest.skip(why)
+    with running(tmp_path_factory.mktemp("racks"), name="wsr", count=4, racks=2) as hosts:
+        yield hosts
+
+
+def trained(
+    hosts: Hosts, folder: Path, environment: dict[str, str], python: Path, *options: str
+) -> tuple[str, list[str]]:
+    """Return the digest of the weights, and the hosts in the order of ranks."""
+    own = (f"cluster.ssh=[{','.join(hosts.ssh)}]", f"cluster.python={python}", "cluster.folder=null")
+    words = (*DIGITS, "+cluster=ssh", "cluster.hosts=[h1,h3,h2,h4]", *own, f"run.root={folder}", *options)
+    command = hosts.on(1, [str(python), str(REPOSITORY / "train.py"), *words])
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = folder.rglob("result.json")
+    manifest = json.loads(result.with_name("run_manifest.json").read_text())
+    return json.loads(result.read_text())["state_digest"], manifest["attempts"][0]["hosts"]
+
+
+def test_an_elastic_run_on_two_racks_has_the_digest_of_one_process_whatever_the_order(
+    racks: Hosts, tmp_path: Path, train: Any, environment_without_wandb: dict[str, str], warm_python: Path
+) -> None:
+    (tmp_path / "topology.conf").write_text(TOPOLOGY)
+    elastic, switches = "reproducibility=elastic", f"cluster.topology={tmp_path}/topology.conf"
+    alone = train(*DIGITS, elastic, "cluster.processes=1")
+    expected = alone.json("result.json")["state_digest"]
+    where = (environment_without_wandb, warm_python)
+    mixed, hosts = trained(racks, tmp_path / "mixed", *where, elastic)
+    assert (mixed, hosts) == (expected, ["h1", "h3", "h2", "h4"])
+    ordered, hosts = trained(racks, tmp_path / "ordered", *where, elastic, switches)
+    assert (ordered, hosts) == (expected, ["h1", "h2", "h3", "h4"])
+    by_tier, hosts = trained(racks, tmp_path / "tiers", *where, switches, "strategy.reduce=hierarchical")
+    assert hosts == ["h1", "h2", "h3", "h4"]
+    assert by_tier != expected  # without elastic the order of sums is another one
