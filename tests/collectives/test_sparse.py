@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from worldsize.collectives.per_rank import local_row
 from worldsize.collectives.sparse import RandomK, TopK, drawn
 from worldsize.collectives.staged import finished
 from worldsize.collectives.summation import Summation
 from worldsize.core import ConfigError, Numerics, RunContext, World
 from worldsize.data.fetch import collate_of, fetch
+from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
+from worldsize.strategies.compressed_hook import Errors
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.contract import assert_close, assert_same
 from worldsize.testing.training import BATCH, CHAIN, SEED, Trained, cluster_of, train
@@ -144,8 +148,12 @@ def test_a_number_that_is_not_finite_reaches_all_ranks_and_is_not_kept(summation
         assert after.isfinite().all()
 
 
-def plain(density: float, ranks: int, steps: int) -> list[float]:
-    """Train sparsified SGD with memory in plain PyTorch on one process, which plays all ranks; return the losses."""
+def plain(density: float, ranks: int, steps: int) -> tuple[list[float], list[Tensor]]:
+    """Train sparsified SGD with memory in plain PyTorch on one process, which plays all ranks.
+
+    Returns:
+        The losses, and the memory of each rank after the last step, in the order of parameters.
+    """
     model, data, order = CHAIN.model(), CHAIN.data("train"), Order(SEED, BATCH, ranks, tuple(range(ranks)))
     optimizer, losses = CHAIN.optimizer(model), []
     parameters = list(model.parameters())
@@ -165,16 +173,41 @@ def plain(density: float, ranks: int, steps: int) -> list[float]:
             begun += each.numel()
         optimizer.step()
         losses.append(loss_of_all)
-    return losses
+    return losses, memories
 
 
 def test_training_by_top_k_is_sparsified_sgd_with_memory() -> None:
-    def body(world: World) -> Trained:
-        return train(DDP(compress="topk", density=0.1), RunContext(world), 12)
+    """Compare losses, and what a checkpoint has of each rank's memory: by parameter, whatever the buckets are."""
 
-    for result in run_in_worlds(body, SIZE):
-        for actual, expected in zip(result.losses, plain(0.1, SIZE, 12), strict=True):
-            assert_close("loss", actual, expected, 1e-4)
+    def body(world: World) -> tuple[Trained, Tensor]:
+        replica = strategy.replica(CHAIN, RunContext(world))
+        order = Order(SEED, BATCH, SIZE, (world.rank,))
+        for batches in islice(micro_batches(CHAIN.data("train"), order, world.device), 12):
+            replica.step(batches)
+        memory = local_row(replica.state()["strategy"]["errors"])
+        return train(strategy, RunContext(world), 12), memory
+
+    strategy = DDP(compress="topk", density=0.1)
+    losses, memories = plain(0.1, SIZE, 12)
+    for (result, memory), expected in zip(run_in_worlds(body, SIZE), memories, strict=True):
+        for actual, loss in zip(result.losses, losses, strict=True):
+            assert_close("loss", actual, loss, 1e-4)
+        assert (memory - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_what_is_kept_belongs_to_parameters_and_not_to_buckets() -> None:
+    """Deal the errors to buckets, change them, and deal them anew to other buckets."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    first, *others = model.parameters()
+    errors = Errors(model, shares=1)
+    errors.of(0, first.numel(), [first]).fill_(5.0)
+    assert errors.kept().tolist() == [5.0] * 6 + [0.0] * 5
+    errors.of(1, 5, others[::-1]).copy_(torch.arange(5.0))  # the last parameter first
+    kept = errors.kept()
+    assert kept.tolist() == [5.0] * 6 + [3.0, 4.0] + [1.0, 2.0] + [0.0]
+    errors.begin(kept)
+    assert errors.of(0, 11, [*others, first]).tolist() == [3.0, 4.0, 1.0, 2.0, 0.0] + [5.0] * 6
+    assert errors.kept().tolist() == kept.tolist()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from worldsize.app import call_composed, exit_process
 from worldsize.config.arguments import number
 from worldsize.core.limits import SECONDS
 from worldsize.errors import ConfigError
+from worldsize.messages import printable
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
@@ -110,7 +111,7 @@ def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
     from worldsize.records.run_directory import planned
 
     launcher = settings.launcher
-    if not isinstance(launcher, BatchLauncher | NodeLauncher):
+    if not isinstance(launcher, NodeLauncher) and not (isinstance(launcher, BatchLauncher) and launcher.agents):
         raise ConfigError(
             f"doctor needs a launcher that starts an agent on each host; {type(launcher).__name__} does not. Name the "
             "same hosts with cluster=ssh or cluster=slurm."
@@ -195,7 +196,7 @@ def _logged(command: Sequence[str]) -> Report:
     if report := report_in(log):
         return report
     last = next(iter((said.strip() or log.strip()).splitlines()[-1:]), "nothing")
-    fact = f"it has ended, and its log has no report; it says: {last}"
+    fact = f"it has ended, and its log has no report; it says: {printable(last)}"
     remedy = f"Look at the job's log: {shown}. What its hosts found lies in the run's folder there, below findings."
     return Report([Check("report", "the job", False, fact, remedy)])
 

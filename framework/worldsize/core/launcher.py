@@ -182,11 +182,12 @@ class BatchLauncher(LaunchMethod):
 
     The job's agents record the run's attempts.
 
-    A launcher offers ``wait`` and ``exclude_slow`` by declaring them as fields.
+    A launcher offers ``wait``, ``exclude_slow`` and ``agents`` by declaring them as fields.
     """
 
     wait: bool = False  # return only when the job has ended
     exclude_slow: bool = False  # save, and resume in another job without the node on which a rank is slow
+    agents: bool = False  # start ``worldsize agent RUN_DIR`` on each host, where workers are started otherwise
     shares_run_folder: ClassVar[bool] = True  # its processes write into the run folder that this process created
     finds_job_by: ClassVar[Sequence[str]] = ()  # names of the options that ``state`` and ``cancel`` need
 
