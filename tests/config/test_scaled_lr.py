@@ -38,7 +38,7 @@ def test_a_scaled_run_is_the_run_with_the_rate_by_the_formula(
     run = train(*PLAIN, *shape.split(), *rule.split())
     assert run.code == 0, run.error
     assert [(row["lr"], row["update_samples"]) for row in run.steps()] == [(pytest.approx(lr), samples)] * 2
-    assert f"an update: {samples} samples" in run.error
+    assert f"an update: {samples} samples" in run.output
     by_hand = train(*PLAIN, *shape.split(), f"lr={run.steps()[0]['lr']!r}")
     assert by_hand.json("result.json")["state_digest"] == run.json("result.json")["state_digest"]
 
@@ -53,7 +53,7 @@ def test_a_run_goes_on_with_other_workers_at_the_rate_of_their_updates_once_that
     assert "lr: 0.01 then, 0.006666666666666666 now" in refused.stderr
     resumed = command(*words, "--ignore", "lr", cwd=run.folder, environment=environment_without_wandb)
     assert resumed.returncode == 0, resumed.stderr
-    assert "an update: 32 samples, of batch_size=96 over 3 workers; lr 0.00666667 = 0.02 × 32/96" in resumed.stderr
+    assert "an update: 32 samples, of batch_size=96 over 3 workers; lr 0.00666667 = 0.02 × 32/96" in resumed.stdout
     assert [row["update_samples"] for row in run.steps()] == [48, 48, 32, 32]
     peaks = [0.01, 0.01, 0.02 / 3, 0.02 / 3]  # the cosine of the schedule comes on top
     undisturbed = train(*DIGITS, "lr=1", "steps=4")

@@ -117,7 +117,7 @@ def _start(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractCo
 
     ``record`` is opened if this process starts the attempts; jobs and agents record their own, under their own lock.
     """
-    _logger.info("%s", update_text(settings))
+    print(update_text(settings), flush=True)
     try:
         with writing(run):
             return _started(settings, plan, run, record)
@@ -142,7 +142,7 @@ def _show(settings: Settings, plan: Plan) -> int:
         settings.launcher.check(settings.cluster)
     except ConfigError as error:
         _logger.warning("this would be refused here: %s", error)
-    print(f"{settings.launcher.describe(plan)}\n{update_text(settings)}")
+    print(f"{settings.launcher.describe(plan)}\n# {update_text(settings)}")  # a comment in scripts and manifests
     return 0
 
 

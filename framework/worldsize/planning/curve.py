@@ -81,10 +81,13 @@ class Curve:
         if self.points:
             yield self._table(least)
             for strategy, size in knees(self.points, least=least).items():
-                yield f"{strategy}: {_knee_text(size, self.points, least)}"
+                yield f"{strategy}: {_knee_text(size, self._largest(strategy), least)}"
             yield from boundary_text(self.points, [each.efficiency for each in self._forecasts])
         for name, why in self._refused.items():
             yield f"{name}: {why}"
+
+    def _largest(self, strategy: str) -> int:
+        return max(point.world_size for point in self.points if point.strategy == strategy)
 
     def _table(self, least: float) -> Table:
         knee = knees(self.points, least=least)
@@ -92,7 +95,7 @@ class Curve:
         table = Table("strategy", *columns, f"compute for {WANTED:.0%}", title=f"predicted, {self._mode} scaling")
         rows = list(zip(self.points, self._forecasts, marginals(self.points), strict=True))
         for point, each, further in sorted(rows, key=lambda row: row[0].strategy):
-            bends = point.world_size == knee[point.strategy]
+            bends = point.world_size == knee[point.strategy] < self._largest(point.strategy)
             times = map(time_text, (each.cost.communication_seconds, each.exposed_seconds, each.step_seconds))
             cells = [str(point.nodes), f"{point.world_size}{' (knee)' if bends else ''}", *times]
             cells += [f"{each.efficiency:.1%}", "█" * round(_BAR * each.efficiency)]
@@ -124,9 +127,9 @@ class Curve:
         return file
 
 
-def _knee_text(size: int, points: Sequence[Point], least: float) -> str:
+def _knee_text(size: int, largest: int, least: float) -> str:
     share = f"{least:.0%} of the speed of one"
-    if size == max(point.world_size for point in points):
+    if size == largest:
         return f"no knee up to {size} processes, each further one adds {share} or more."
     return f"the knee is at {size} processes, beyond which a further one adds less than {share}."
 

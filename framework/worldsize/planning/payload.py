@@ -77,5 +77,5 @@ def _limit_text(limit: float, wanted: float) -> str:
     if limit == 0:
         return f"the latency of the links alone leaves less than {wanted:.0%}."
     if math.isinf(limit):
-        return f"at any payload {wanted:.0%} or more of a step computes."
+        return f"with any payload up to {size_text(_MOST)} {wanted:.0%} or more of a step computes."
     return f"{wanted:.0%} of a step computes with {size_text(limit)} of parameters; with more, less."
