@@ -22,6 +22,7 @@ from worldsize.config.sections import (
     TrainingConfig,
 )
 from worldsize.config.shape import check_activations, check_autoscale, check_compiles, check_copies, check_heals
+from worldsize.config.tiers import check_topology
 from worldsize.core import (
     AgentLauncher,
     Autoscaler,
@@ -160,6 +161,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     run = RunConfig.of(config["run"])
     launcher = launcher_of(config["launcher"], config)
     check_heals(roles, cluster, launcher)
+    check_topology(config["cluster"].get("topology"), launcher)
     check_copies(roles, strategy, checkpoint.peers)
     if run.examine:
         roles = {"worker": Role(cluster.processes)}  # all processes take part
