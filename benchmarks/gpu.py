@@ -1,10 +1,11 @@
-"""Compare a run on one GPU with a loop written by hand: a GPT of 124 M parameters in bfloat16, eager and compiled.
+"""Compare a run on one GPU with a loop by hand, Lightning Fabric and Accelerate: a GPT of 124 M parameters in bfloat16.
 
     python benchmarks/gpu.py            # on a GPU
     python benchmarks/gpu.py --tiny     # a smoke test of the same code, on the CPU
 
-Each contender has a process of its own. Figures: tokens a second in the median of the last steps, and the most memory
-that torch's allocator has held (on the CPU: the resident set), beside what worldsize predicts.
+Each contender has a process of its own, with the same model, data and optimizer, eager and compiled. Figures: tokens a
+second in the median of the last steps, and the most memory that torch's allocator has held (on the CPU: the resident
+set), beside what worldsize predicts. A peer that is not installed is named.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from worldsize.core import Numerics, Recipe, RunContext, World
 from worldsize.cost.cluster import whole_bytes
@@ -121,6 +122,7 @@ class RandomTokens(Recipe):
 
 
 Step = Callable[[], float]
+Contender = Callable[[RandomTokens, torch.device, Numerics], Iterator[Step]]
 
 
 def by_hand(recipe: RandomTokens, device: torch.device, numerics: Numerics) -> Iterator[Step]:
@@ -152,12 +154,76 @@ def by_worldsize(recipe: RandomTokens, device: torch.device, numerics: Numerics)
         yield lambda: float(replica.step(next(batches)).losses[0])
 
 
+def by_fabric(recipe: RandomTokens, device: torch.device, numerics: Numerics) -> Iterator[Step]:
+    """Yield the steps of a loop with Lightning Fabric."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator=device.type, devices=1, precision="bf16-mixed")
+    fabric.launch()
+    network = recipe.model()
+    optimizer = recipe.optimizer(network)
+    model, optimizer = fabric.setup(torch.compile(network) if numerics.compile else network, optimizer)
+    batches = endless(fabric.setup_dataloaders(loader(recipe, device)))
+
+    def step() -> float:
+        loss = recipe.loss(model, next(batches))
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+        return float(loss.detach())
+
+    while True:
+        yield step
+
+
+def by_accelerate(recipe: RandomTokens, device: torch.device, numerics: Numerics) -> Iterator[Step]:
+    """Yield the steps of a loop with Hugging Face Accelerate."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu")
+    network = recipe.model()
+    optimizer = recipe.optimizer(network)
+    called = torch.compile(network) if numerics.compile else network
+    model, optimizer, data = accelerator.prepare(called, optimizer, loader(recipe, device))
+    batches = endless(data)
+
+    def step() -> float:
+        with accelerator.autocast():
+            loss = recipe.loss(model, next(batches))
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        return float(loss.detach())
+
+    while True:
+        yield step
+
+
+def loader(recipe: RandomTokens, device: torch.device) -> DataLoader[Any]:
+    """Return the loader that the documentation of both peers shows."""
+    data, on_gpu = recipe.data("train"), device.type == "cuda"
+    return DataLoader(data, batch_size=recipe.sizes.batch, shuffle=True, drop_last=True, pin_memory=on_gpu)
+
+
+def endless(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield ``batches`` again and again."""
+    while True:
+        yield from batches
+
+
+CONTENDERS: Mapping[str, Contender] = {
+    "by hand": by_hand,
+    "worldsize": by_worldsize,
+    "Lightning Fabric": by_fabric,
+    "Accelerate": by_accelerate,
+}
+
+
 def measured(name: str, sizes: Sizes, kind: str, numerics: Numerics) -> tuple[float, float, float]:
     """Return tokens a second, peak bytes and the last loss of a contender."""
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    contender = {"by hand": by_hand, "worldsize": by_worldsize}[name]
     seconds, loss = [], 0.0
-    for number, step in enumerate(contender(RandomTokens(sizes), device, numerics), 1):
+    for number, step in enumerate(CONTENDERS[name](RandomTokens(sizes), device, numerics), 1):
         begun = time.perf_counter()
         loss = step()  # waits for the device, in both
         seconds.append(time.perf_counter() - begun)
@@ -183,9 +249,13 @@ def main() -> None:
     for how, numerics in choices.items():
         # forked, so before this process has used CUDA
         work = calibrate(RandomTokens(sizes), numerics, Order(0, sizes.batch, 1, (0,)), kind)
-        for name in ("by hand", "worldsize") if how != "recomputed" else ("worldsize",):
+        for name in CONTENDERS if how != "recomputed" else ("worldsize",):
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                tokens, peak, loss = pool.submit(measured, name, sizes, kind, numerics).result()
+                try:
+                    tokens, peak, loss = pool.submit(measured, name, sizes, kind, numerics).result()
+                except ImportError as error:
+                    print(f"| {name}, {how} | not installed: {error} | | | |", flush=True)
+                    continue
             predicted = f"{whole_bytes(work) / 1e6:,.0f} MB" if name == "worldsize" else ""
             print(f"| {name}, {how} | {tokens:,.0f} | {peak / 1e6:,.0f} MB | {predicted} | {loss:.3f} |", flush=True)
 

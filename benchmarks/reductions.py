@@ -1,4 +1,4 @@
-"""Compare gradient reductions of DDP on two hosts of two ranks: bytes on the link, and time a step.
+"""Compare gradient reductions of DDP on two hosts of two ranks: bytes on the link, time a step, and loss.
 
 uv run python benchmarks/reductions.py 200      # links of 200 Mbit/s (root; network namespaces)
 """
@@ -27,6 +27,8 @@ WAYS = {
     "hierarchical, bf16": ("strategy.reduce=hierarchical", "strategy.compress=bf16"),
     "hierarchical, int8": ("strategy.reduce=hierarchical", "strategy.compress=int8"),
     "hierarchical, powersgd 4": ("strategy.reduce=hierarchical", "strategy.compress=powersgd"),
+    "hierarchical, topk 1 %": ("strategy.reduce=hierarchical", "strategy.compress=topk"),
+    "hierarchical, randomk 1 %": ("strategy.reduce=hierarchical", "strategy.compress=randomk"),
     "flat, int8": ("strategy.compress=int8",),
 }
 SHORT, LONG = 4, 12  # steps; the difference in bytes is that of steps alone
@@ -36,34 +38,43 @@ def main(megabits: int) -> None:
     size = 4 * sum(parameter.numel() for parameter in gpt().parameters())  # bytes
     title = f"{size / 1e6:.1f} MB of gradients, 2 hosts x 2 ranks, {megabits} Mbit/s"
     drawn = Table(
-        "", "bytes a host sends a step", "to M", "to flat", "step, s", "flat to it", "bytes promise", title=title
+        "",
+        "bytes a host sends a step",
+        "to M",
+        "to flat",
+        "step, s",
+        "flat to it",
+        "bytes promise",
+        "loss",
+        title=title,
     )
     flat_bytes, flat_seconds = 0.0, 0.0
     for name, options in WAYS.items():
         print(name, file=sys.stderr)
-        sent, seconds = measured(options, megabits)
+        sent, seconds, loss = measured(options, megabits)
         flat_bytes, flat_seconds = flat_bytes or sent, flat_seconds or seconds
         faster, fewer = flat_seconds / seconds, flat_bytes / sent
         cells = (f"{sent / 1e6:.2f} MB", f"{sent / size:.3f}", f"{sent / flat_bytes:.3f}", f"{seconds:.3f}")
-        drawn.add_row(name, *cells, f"{faster:.2f} ×", f"{fewer:.2f} ×")
+        drawn.add_row(name, *cells, f"{faster:.2f} ×", f"{fewer:.2f} ×", f"{loss:.3f}")
     Console(width=120).print(drawn)
 
 
-def measured(options: tuple[str, ...], megabits: int) -> tuple[float, float]:
-    """Return the bytes that the second host sends in a step, and a step's median seconds."""
+def measured(options: tuple[str, ...], megabits: int) -> tuple[float, float, float]:
+    """Return the bytes that the second host sends in a step, a step's median seconds, and the loss of the last step."""
     with tempfile.TemporaryDirectory() as folder, running(Path(folder), name="bench", count=2) as hosts:
         hosts.shape(f"{megabits}mbit")
-        short, _ = _run(hosts, options, SHORT)
-        long, seconds = _run(hosts, options, LONG)
-    return (long - short) / (LONG - SHORT), seconds
+        short, _, _ = _run(hosts, options, SHORT)
+        long, seconds, loss = _run(hosts, options, LONG)
+    return (long - short) / (LONG - SHORT), seconds, loss
 
 
-def _run(hosts: Hosts, options: tuple[str, ...], steps: int) -> tuple[int, float]:
+def _run(hosts: Hosts, options: tuple[str, ...], steps: int) -> tuple[int, float, float]:
     before = hosts.sent(2)
     logged = trained_on(
         hosts, *MODEL, BUCKETS, *options, "cluster.processes_per_node=2", f"steps={steps}", "log_every=1"
     )
-    return hosts.sent(2) - before, statistics.median(4 / line["samples_per_second"] for line in logged[3:])
+    seconds = statistics.median(4 / line["samples_per_second"] for line in logged[3:])
+    return hosts.sent(2) - before, seconds, logged[-1]["loss"]
 
 
 def gpt() -> nn.Module:

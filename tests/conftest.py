@@ -117,6 +117,7 @@ HEAVY = (
     "docs/test_commands.py",
     "engine/test_averaging.py",
     "faults/test_healing_of_fsdp.py",
+    "faults/test_healing_of_mesh.py",
     "faults/test_recovery.py",
     "launch/test_own_launcher.py",
     "launch/test_torchrun.py",

@@ -7,11 +7,10 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 WRITTEN = [
@@ -38,9 +37,14 @@ SHAPES = re.compile(r"shape|scalar|dimension|\([^()]*,[^()]*\)|\w+ \[\w[^\[\]]*\
 TIMES = re.compile(r"(timeout|deadline|patience|silence|lease|grace|interval|delay|duration|now)$")
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def docstrings(path: Path) -> Iterator[tuple[ast.AST, str]]:
     """Yield what has a docstring in the file, and the docstring."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text is not None:
@@ -51,20 +55,26 @@ def is_fragment(node: ast.AST, text: str) -> bool:
     return bool(OPENERS.match(text) or (TITLES.match(text) and not isinstance(node, ast.Module)))
 
 
-@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_a_docstring_opens_with_a_sentence(path: Path) -> None:
-    assert [(getattr(node, "lineno", 1), text) for node, text in docstrings(path) if is_fragment(node, text)] == []
+def test_a_docstring_opens_with_a_sentence() -> None:
+    each = ((path, node, text) for path in WRITTEN for node, text in docstrings(path))
+    fragments = [(path, node, text) for path, node, text in each if is_fragment(node, text)]
+    assert [f"{path}:{getattr(node, 'lineno', 1)}: {text}" for path, node, text in fragments] == []
 
 
-@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_code_speaks_the_language_of_its_field(path: Path) -> None:
-    odd = [f"{getattr(node, 'lineno', 1)}: {text}" for node, text in docstrings(path) if DIALECT.search(text)]
-    assert odd + [f"{line}: {name}" for line, name in names_in(path) if name in UNNAMED] == []
+def test_code_speaks_the_language_of_its_field() -> None:
+    odd = [
+        f"{path}:{getattr(node, 'lineno', 1)}: {text}"
+        for path in CODE
+        for node, text in docstrings(path)
+        if DIALECT.search(text)
+    ]
+    odd += [f"{path}:{line}: {name}" for path in CODE for line, name in names_in(path) if name in UNNAMED]
+    assert odd == []
 
 
 def names_in(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each variable, argument and function that the file defines."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id
         elif isinstance(node, ast.arg):
@@ -87,7 +97,7 @@ def public_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef, str]]:
                 if text is not None:
                     yield f"{path.relative_to(REPOSITORY)}:{child.lineno} {prefix}{child.name}", child, text
 
-    yield from below(ast.parse(path.read_text()), "")
+    yield from below(tree(path), "")
 
 
 def annotations_of(function: ast.FunctionDef) -> dict[str, str]:

@@ -6,7 +6,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ CONF = Path(__file__).parents[1] / "conf"
 MODULES = sorted(FRAMEWORK.rglob("*.py"))
 FLOORS = (  # from the ground up: a package imports only from those before it
     "errors",
+    "devices",
     "messages",
     "files",
     "strict_json",
+    "spans",
     "core",
     "cost",
     "world",
@@ -45,8 +48,13 @@ FLOORS = (  # from the ground up: a package imports only from those before it
 )
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -62,12 +70,19 @@ def test_every_package_has_a_floor() -> None:
     assert {place(module) for module in MODULES} - {"__init__", "__main__"} == set(FLOORS)
 
 
-@pytest.mark.parametrize("path", [m for m in MODULES if place(m) in FLOORS], ids=str)
-def test_a_package_imports_only_from_floors_below_its_own(path: Path) -> None:
+def offences(paths: Iterable[Path], pattern: str) -> dict[str, list[str]]:
+    """Return the names that match ``pattern`` among those that each file imports, for the files with any."""
+    named = {path: [name for name in imports(path) if re.match(pattern, name)] for path in paths}
+    return {str(path): names for path, names in named.items() if names}
+
+
+def test_a_package_imports_only_from_floors_below_its_own() -> None:
     """Imports inside functions and for types alone count too, so that packages never form a circle."""
-    floor = FLOORS.index(place(path))
-    named = {name.split(".")[1] for name in imports(path) if name.startswith("worldsize.")} & set(FLOORS)
-    assert [name for name in sorted(named) if FLOORS.index(name) >= floor and name != place(path)] == []
+    for floor, package in enumerate(FLOORS):
+        others = "|".join(name for name in FLOORS[floor:] if name != package)
+        modules = [module for module in MODULES if place(module) == package]
+        assert modules
+        assert offences(modules, rf"worldsize\.({others})\b" if others else "$") == {}
 
 
 def test_files_import_each_other_in_no_circle() -> None:
@@ -87,12 +102,9 @@ def _file_of(name: str, files: Mapping[str, Path]) -> str:
     return name
 
 
-@pytest.mark.parametrize("path", sorted((FRAMEWORK / "core").glob("*.py")), ids=str)
-def test_core_imports_only_torch_the_standard_library_and_our_errors(path: Path) -> None:
-    allowed = {*sys.stdlib_module_names, "torch", "worldsize"}
-    assert {name.split(".")[0] for name in imports(path)} <= allowed
-    own = [name for name in imports(path) if name.startswith("worldsize")]
-    assert all(name.startswith(("worldsize.errors", "worldsize.core")) for name in own)
+def test_core_imports_only_torch_the_standard_library_and_our_errors() -> None:
+    allowed = "|".join([*sorted(sys.stdlib_module_names), "torch", r"worldsize\.errors", r"worldsize\.core"])
+    assert offences((FRAMEWORK / "core").glob("*.py"), rf"(?!({allowed})(\.|$))") == {}
 
 
 def test_a_module_of_app_is_a_command() -> None:
@@ -109,10 +121,14 @@ SILENT = [module for module in MODULES if not str(module.relative_to(FRAMEWORK))
 PLUGINS = sorted(path for kind in ("recipes", "plugins") for path in (CONF.parent / kind).rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", [*SILENT, *PLUGINS], ids=str)
-def test_modules_log_and_only_commands_print(path: Path) -> None:
-    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-    assert [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"] == []
+def test_modules_log_and_only_commands_print() -> None:
+    printed = [
+        f"{path}:{node.lineno}"
+        for path in (*SILENT, *PLUGINS)
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert printed == []
 
 
 def plugin_names() -> set[str]:
@@ -123,36 +139,35 @@ def plugin_names() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_nothing_in_the_framework_imports_a_strategy_a_plugin_or_a_recipe(path: Path) -> None:
-    if place(path) == "strategies":
-        return
-    strategies = tuple(f"worldsize.strategies.{name}" for name in plugin_names())
-    assert [name for name in imports(path) if name.startswith(("recipes", "plugins", *strategies))] == []
+def outside(*packages: str) -> list[Path]:
+    """Return the modules of the framework that are in none of these packages."""
+    return [module for module in MODULES if place(module) not in packages]
 
 
-@pytest.mark.parametrize("path", [m for m in MODULES if place(m) not in ("strategies",)], ids=str)
-def test_no_code_of_the_framework_names_a_strategy_a_plugin_or_a_recipe(path: Path) -> None:
+def test_nothing_in_the_framework_imports_a_strategy_a_plugin_or_a_recipe() -> None:
+    strategies = "|".join(rf"worldsize\.strategies\.{name}" for name in sorted(plugin_names()))
+    assert offences(outside("strategies"), rf"recipes|plugins|{strategies}") == {}
+
+
+def test_no_code_of_the_framework_names_a_strategy_a_plugin_or_a_recipe() -> None:
     names = plugin_names()
     named = [
-        node.value
-        for node in ast.walk(ast.parse(path.read_text()))
+        f"{path}:{node.lineno}: {node.value}"
+        for path in outside("strategies")
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
     ]
     assert named == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_the_environment_is_read_in_the_launching_code_and_in_world_only(path: Path) -> None:
-    if place(path) in ("world", "app", "driver", "launch", "testing", "worker", "config", "records"):
-        return
-    assert re.findall(r"os\.environ(\[|\.get)|getenv", path.read_text()) == []
+def test_the_environment_is_read_in_the_launching_code_and_in_world_only() -> None:
+    modules = outside("world", "app", "driver", "launch", "testing", "worker", "config", "records")
+    read = {str(path): re.findall(r"os\.environ(?:\[|\.get)|getenv", path.read_text()) for path in modules}
+    assert {path: calls for path, calls in read.items() if calls} == {}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_dictconfig_stops_at_config_app_and_worker(path: Path) -> None:
-    if place(path) not in ("config", "app", "driver", "worker"):
-        assert [name for name in imports(path) if name.startswith(("omegaconf", "hydra"))] == []
+def test_dictconfig_stops_at_config_app_and_worker() -> None:
+    assert offences(outside("config", "app", "driver", "worker"), "omegaconf|hydra") == {}
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "cancel", "watch", "report"])

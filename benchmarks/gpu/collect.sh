@@ -11,6 +11,7 @@ cd "$(dirname "$0")/../.."
 # all that is imported without wandb, scikit-learn, servers and certificates, which are compiled
 wanted='hydra-core|omegaconf|antlr4-python3-runtime|lightning-utilities|fsspec|filelock|jinja2|packaging|typing-extensions'
 wanted+='|detect-secrets|pytest-xdist|execnet|pytest-timeout'
+wanted+='|lightning|torchmetrics|accelerate|schedulefree'    # peers of the benchmark, and an optimizer; psutil is compiled
 mkdir -p "$folder/wheels" "$folder/source"
 uv export --locked --no-hashes --no-emit-project --quiet | grep -E "^($wanted)==" > "$folder/requirements.txt"
 uv run --no-project --with pip --with setuptools --with wheel python -m pip wheel --quiet --no-deps \

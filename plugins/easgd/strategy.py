@@ -65,6 +65,9 @@ class EASGD(Strategy):
             )
         return {"centre": Role(1, serves=True), "worker": Role(cluster.processes - 1)}
 
+    def update_parts(self, cluster: Cluster, logical_ranks: int) -> int:
+        return self.data_parallel(cluster)
+
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         """Every worker's parameters to the centre and back, over the centre's one link, once in ``period`` steps."""
         payload, workers, centre = work.parameter_bytes, range(1, cluster.processes), [0]

@@ -13,6 +13,7 @@ from worldsize.core import (
     CheckpointFailed,
     Evaluated,
     Event,
+    NodeAlert,
     RunEnded,
     RunFailed,
     StepDone,
@@ -72,6 +73,9 @@ class MLflow:
                 self._log({logged_name(name): value for name, value in metrics.items()}, step)
             case Straggling(rank=rank, step=step, cause=cause):
                 self._client.set_tag(self._run, f"worldsize.slow_rank.{rank}", f"{cause}, noticed at step {step}")
+            case NodeAlert(node=node, host=host, what=what, value=value, limit=limit, detail=detail):
+                text = f"{host}: {value:g}, limit {limit:g}; {detail}"
+                self._client.set_tag(self._run, f"worldsize.node_alert.{node}.{what}", text[:_LONGEST])
             case CheckpointFailed(step=step, reason=reason):
                 self._client.set_tag(self._run, "worldsize.failed_save", f"step {step}: {reason}"[:_LONGEST])
             case RunEnded(exit_reason="preempted"):

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from worldsize.app.plan import rank_table
 from worldsize.core import Cluster, Link, Workload
+from worldsize.cost.collectives import ring_all_reduce_seconds, ring_payload_bytes
+from worldsize.observe.report.page import page
+from worldsize.planning.advice import size_text
+from worldsize.planning.rank_table import rank_table
 from worldsize.records.manifest import write_manifest
 from worldsize.strategies.ddp import DDP
 
@@ -160,3 +163,46 @@ def test_what_cannot_be_planned_is_refused(plan: Any) -> None:
     )
     assert "has no unit" in plan("--compute", "250").stderr
     assert "no strategy 'fdsp'; did you mean 'fsdp'?" in plan("--strategies", "ddp,fdsp").stderr
+
+
+def test_a_curve_has_the_textbooks_figures_at_each_size_and_is_drawn(plan: Any, tmp_path: Path) -> None:
+    words = ("cluster.nodes=1..64", "cluster.gpus_per_node=1", "strategy=ddp", "--knee", "0.43", "--study", "study")
+    done = plan(*TEXTBOOK, *words)
+    assert done.returncode == 0, done.stderr
+    study = json.loads((tmp_path / "study" / "scaling.json").read_text())
+    network = Link(12.5e9, 5e-6)
+    for point, nodes in zip(study["points"], (1, 2, 4, 8, 16, 32, 64), strict=True):
+        exposed = ring_all_reduce_seconds(2e9, nodes, network)
+        assert (point["nodes"], point["world_size"]) == (nodes, nodes)
+        assert point["step_seconds"] == pytest.approx(0.25 + exposed)
+        assert point["efficiency"] == pytest.approx(0.25 / (0.25 + exposed))
+    assert "1120.28 ms" in done.stdout, "what a rank would have to compute for 80 % on eight"
+    shares = [point["marginal"] for point in study["points"][1:]]
+    assert shares[0] == pytest.approx(2 * study["points"][1]["efficiency"] - 1)
+    assert study["knee"] == {"ddp": 1}
+    assert "ddp: the knee is at 1 processes, beyond which a further one adds less than 43% of the speed" in done.stdout
+    assert "Predicted; nothing was run." in page([tmp_path / "study"])
+
+
+def test_the_payload_at_which_half_of_a_step_computes_is_that_of_the_formula(plan: Any) -> None:
+    shape = ("--compute", "250ms", "+cluster=slurm", "cluster.nodes=8", "cluster.gpus_per_node=1")
+    done = plan("--payload", *shape, "--strategies", "ddp,local_sgd", "strategy=ddp")
+    assert done.returncode == 0, done.stderr
+    payload = ring_payload_bytes(0.25, 8, Link(12.5e9, 5e-6))
+    assert f"ddp: 50% of a step computes with {size_text(payload)} of parameters" in done.stdout
+    rare = ring_payload_bytes(8 * 0.25, 8, Link(12.5e9, 5e-6))  # every 8 steps
+    assert f"local_sgd: 50% of a step computes with {size_text(rare)} of parameters" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--payload",), "Add --compute, e.g. --compute 250ms, and leave --model-size out."),
+        (("cluster.nodes=8..1",), "cluster.nodes=8..1 is no range of sizes."),
+        (("--study", "here"), "Add one, e.g. cluster.nodes=1..64."),
+    ],
+)
+def test_sweeps_that_mean_nothing_are_refused(plan: Any, words: tuple[str, ...], message: str) -> None:
+    done = plan("recipe=digits", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr

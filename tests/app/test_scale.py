@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from worldsize.observe.report.page import page
 from worldsize.records.manifest import read_manifest
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def test_two_world_sizes_are_measured_next_to_their_prediction(
@@ -77,3 +82,49 @@ def test_what_was_measured_before_a_point_failed_is_kept(
     (file,) = tmp_path.glob("runs/scaling/*/scaling.json")
     assert [point["world_size"] for point in json.loads(file.read_text())["points"]] == [1]
     assert "digits, strong scaling" in done.stdout
+
+
+def test_nodes_and_processes_of_each_are_measured_on_hosts_of_their_own(hosts: Any, tmp_path: Path) -> None:
+    program = [
+        sys.executable,
+        "-c",
+        "from worldsize.app import main; main()",
+        "scale",
+        "--one-machine",
+        "--knee",
+        "0.5",
+    ]
+    points = ("recipe=digits", "world_sizes=1x1,2x1", "steps=5", "cluster.threads=1", "cluster.folder=null")
+    where = ("+cluster=ssh", "cluster.hosts=[h1,h2]", f"cluster.python={sys.executable}", f"run.root={tmp_path}/runs")
+    done = subprocess.run(hosts.on(1, [*program, *points, *where]), cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.glob("runs/scaling/*/scaling.json")
+    study = json.loads(file.read_text())
+    assert [(point["nodes"], point["world_size"]) for point in study["points"]] == [(1, 1), (2, 2)]
+    attempts = [read_manifest(Path(point["run"], "run_manifest.json"))["attempts"][0] for point in study["points"]]
+    assert [len(attempt["hosts"]) for attempt in attempts] == [1, 2]
+    assert study["points"][0]["predicted_efficiency"] == 1.0
+    first, second = (point["samples_per_second"] for point in study["points"])
+    assert study["points"][1]["marginal"] == pytest.approx((second - first) / first)
+    assert study["knee"] == {"ddp": 2 if second >= 1.5 * first else 1}
+    assert "ddp at the node boundary, 1 × 1 to 2 × 1: efficiency 100% to" in done.stdout
+    assert "predicted" in page([file.parent])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("+cluster=ssh", "cluster.hosts=[a,b]", "world_sizes=1x1,4x2"),
+            "a point of 4 nodes, and cluster.hosts names 2",
+        ),
+        (("world_sizes=2x",), "Write e.g. world_sizes=1,2,4, or with nodes x processes of each"),
+        (("--knee", "1.5", "world_sizes=1,2"), "1.5"),
+    ],
+)
+def test_shapes_and_shares_that_mean_nothing_are_refused(
+    command: Any, tmp_path: Path, environment_without_wandb: dict[str, str], words: tuple[str, ...], message: str
+) -> None:
+    done = command("scale", *words, cwd=tmp_path, environment=environment_without_wandb)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr

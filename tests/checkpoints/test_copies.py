@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from worldsize.checkpoints import recovery
 from worldsize.checkpoints.copies import Generation, ShardCopies
 from worldsize.checkpoints.pieces import Held, Layout, Piece
-from worldsize.checkpoints.recovery import recovered
+from worldsize.checkpoints.recovery import handed_over, recovered
 from worldsize.core import StateDict, World
 from worldsize.errors import CheckpointError
 from worldsize.testing.worlds import run_in_worlds
@@ -123,9 +123,22 @@ def test_copies_that_did_not_arrive_leave_the_generation_before() -> None:
 
 def test_a_state_is_divided_anew_for_fewer_processes() -> None:
     """Two of three processes go on, of which each holds a part of the table whose bounds no process before had."""
+    assert torch.equal(divided_among_two([0, 1, 2]), TABLE + 3)
+
+
+def test_one_that_goes_on_no_more_hands_over_what_only_it_keeps() -> None:
+    """The last one of four processes has died, which alone had a copy of the third one's part."""
+    assert torch.equal(divided_among_two([0, 1, 2], size=4), TABLE + 3)
+
+
+def divided_among_two(survivors: Sequence[int], size: int = 3) -> Tensor:
+    """Return the table that the first two of ``size`` processes have after those that do not survive have died."""
 
     def divided(world: World) -> Tensor | None:
         left = kept(world, 3)
+        everyone = dist.new_group(list(survivors))
+        if world.size > len(survivors) and isinstance(everyone, dist.ProcessGroup):
+            left = handed_over(left, everyone, 2)
         group = dist.new_group([0, 1])
         if not isinstance(group, dist.ProcessGroup):  # that of a rank that is no member
             return None
@@ -139,10 +152,10 @@ def test_a_state_is_divided_anew_for_fewer_processes() -> None:
         assert torch.equal(newest.state["optimizer"]["single"], torch.full((5,), 3, dtype=torch.int16))
         return mine.clone()
 
-    first, second, _ = run_in_worlds(divided, 3)
+    first, second, *_ = run_in_worlds(divided, size)
     assert first is not None
     assert second is not None
-    assert torch.equal(torch.cat([first, second]), TABLE + 3)
+    return torch.cat([first, second])
 
 
 def test_a_part_that_several_ranks_hold_is_kept_by_two_of_them_and_sent_by_none() -> None:
@@ -158,7 +171,7 @@ def test_a_part_that_several_ranks_hold_is_kept_by_two_of_them_and_sent_by_none(
     assert run_in_worlds(taken, 4) == [(18, 18), (15, 15)] * 2
 
 
-def test_peers_are_on_other_hosts_if_there_are_several() -> None:
+def test_peers_are_on_other_hosts_and_train_other_data_if_there_are_several() -> None:
     held = [
         Held([Piece("table", ((rank, rank + 1),))], {"table": torch.float32}, host) for rank, host in enumerate("aabb")
     ]
@@ -169,5 +182,11 @@ def test_peers_are_on_other_hosts_if_there_are_several() -> None:
     keepers = [rank for rank in range(4) if common.kept(rank)]
     assert len(keepers) == 2
     assert {"aabb"[rank] for rank in keepers} == {"a", "b"}
+    parts = [Held(held[rank].pieces, held[rank].dtypes, "a", part=rank // 2) for rank in range(4)]
+    assert [Layout(parts).peer(rank) for rank in range(4)] == [2, 3, 0, 1]
+    both = [
+        Held([Piece("bias", ((4 * part, 4 * part + 4),))], {"bias": torch.float32}, "a", part) for part in (0, 0, 1, 1)
+    ]
+    assert [len(Layout(both).sole(rank)) for rank in range(4)] == [1, 0, 0, 1]  # one of a part's ranks sends a copy
     count = Layout([Held([Piece("step", ((0, 1),))], {"step": torch.float32}, host) for host in "aabb"])
     assert all(count.kept(rank) for rank in range(4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,45 @@ def variables(spec: Any) -> dict[str, str]:
     return {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
 
 
+def ended_pods(
+    documents: dict[str, Any], tmp_path: Path, environment: dict[str, str]
+) -> tuple[list[subprocess.Popen[str]], list[str]]:
+    """Run the commands of the pods of an indexed Job here, and return them and what they have printed."""
+    spec = documents["Job"]["spec"]
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    (files,) = [
+        source["configMap"]["items"]
+        for volume in spec["template"]["spec"]["volumes"]
+        for source in volume.get("projected", {}).get("sources", ())
+        if "configMap" in source
+    ]
+    places = {file["key"]: file["path"] for file in files}
+    for key, text in {**documents["ConfigMap"]["data"], **documents["Secret"]["stringData"]}.items():
+        place = mounted / places.get(key, key)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    (container,) = spec["template"]["spec"]["containers"]
+    words = [str(mounted) if word == "/etc/worldsize/run" else word for word in container["command"]]
+    pods = [
+        subprocess.Popen(
+            words,
+            cwd=tmp_path,
+            env={
+                **environment,
+                **variables(spec),
+                "WORLDSIZE_FIRST": "127.0.0.1",
+                "JOB_COMPLETION_INDEX": str(index),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(spec["completions"])
+    ]
+    return pods, [pod.communicate(timeout=240)[0] for pod in pods]
+
+
 def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
     train: Any, command: Any, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path
 ) -> None:
@@ -105,39 +145,7 @@ def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
         "--prefix",
         "--tail=-1",
     ]
-    mounted = tmp_path / "mounted"
-    mounted.mkdir()
-    spec = documents["Job"]["spec"]
-    (files,) = [
-        source["configMap"]["items"]
-        for volume in spec["template"]["spec"]["volumes"]
-        for source in volume.get("projected", {}).get("sources", ())
-        if "configMap" in source
-    ]
-    places = {file["key"]: file["path"] for file in files}
-    for key, text in {**documents["ConfigMap"]["data"], **documents["Secret"]["stringData"]}.items():
-        place = mounted / places.get(key, key)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text)
-    (container,) = spec["template"]["spec"]["containers"]
-    words = [str(mounted) if word == "/etc/worldsize/run" else word for word in container["command"]]
-    pods = [
-        subprocess.Popen(
-            words,
-            cwd=tmp_path,
-            env={
-                **environment_without_wandb,
-                **variables(spec),
-                "WORLDSIZE_FIRST": "127.0.0.1",
-                "JOB_COMPLETION_INDEX": str(index),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(spec["completions"])
-    ]
-    outputs = [pod.communicate(timeout=240)[0] for pod in pods]
+    pods, outputs = ended_pods(documents, tmp_path, environment_without_wandb)
     assert [pod.returncode for pod in pods] == [0, 0], outputs
     (result,) = (tmp_path / "pods").rglob("result.json")
     assert (result.parent / "witness.txt").read_text() == f"{result.parent}/plugins/plugins/witness/logger.py"
@@ -183,3 +191,44 @@ def test_an_image_without_a_digest_gives_a_warning(train: Any) -> None:
     required = ("cluster.image=images.example/digits:latest", "cluster.image_digest=required", "launch=show")
     refused = train(*BASE, VOLUME[1], *required, *SHAPES["ddp"])
     assert (refused.code, "named by a tag" in refused.error) == (2, True)
+
+
+def test_doctor_reads_the_report_in_the_log_of_the_pods(
+    tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path
+) -> None:
+    """The job examines the pods, and leaves its report in its log and in the run folder on the volume."""
+    applied, log, kubectl = tmp_path / "applied.yaml", tmp_path / "log", tmp_path / "kubectl"
+    kubectl.write_text(
+        f"#!/bin/sh\n[ $2 = apply ] && cat > {applied}.part && mv {applied}.part {applied}\n"
+        f"[ $2 = get ] && [ ! -f {log} ] && echo '{{\"status\": {{}}}}'\n"
+        f"[ $2 = logs ] && cat {log}\nexit 0\n"
+    )
+    kubectl.chmod(0o755)
+    own = (f"launcher.kubectl=[{kubectl}]", f"launcher.python={warm_python}", f"cluster.run_root={tmp_path}/pods")
+    volume = f"cluster.volumes=[{{claim: shared, path: {tmp_path}/pods}}]"
+    links, report = "cluster.links.network={bandwidth: 1e6, latency: 1e-4}", tmp_path / "report.json"
+    words = (*BASE, *VOLUME, *SHAPES["ddp"], *own, volume, links, "cluster.kind=job")
+    doctor = subprocess.Popen(
+        [str(warm_python), "-m", "worldsize", "doctor", "--patience=100", "--json", str(report), *words],
+        cwd=tmp_path,
+        env=environment_without_wandb,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 200
+    while not applied.exists():
+        assert doctor.poll() is None, doctor.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    documents = {document["kind"]: document for document in yaml.safe_load_all(applied.read_text())}
+    pods, outputs = ended_pods(documents, tmp_path, environment_without_wandb)
+    assert [pod.returncode for pod in pods] == [0, 0], outputs
+    lines = [f"[pod/{number}/worldsize] {line}\n" for number, text in enumerate(outputs) for line in text.splitlines()]
+    (tmp_path / "draft").write_text("".join(lines))
+    (tmp_path / "draft").rename(log)
+    output, _ = doctor.communicate(timeout=100)
+    assert doctor.returncode == 0, output
+    assert "4 ranks agree" in output
+    (left,) = (tmp_path / "pods").rglob("report.json")
+    assert json.loads(left.read_text())["checks"] == json.loads(report.read_text())["checks"]

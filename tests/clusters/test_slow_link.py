@@ -20,7 +20,8 @@ def events_of(four: Hosts, folder: Path, environment: dict[str, str], python: Pa
     own = (f"cluster.ssh=[{','.join(four.ssh)}]", f"cluster.python={python}", "cluster.folder=null")
     command = four.on(1, [str(python), str(REPOSITORY / "train.py"), *MODEL, *RUN, *hosts, *own])
     subprocess.run(command, cwd=folder, env=environment, check=True, timeout=240)
-    return [json.loads(line) for file in folder.rglob("events.jsonl") for line in file.read_text().splitlines()]
+    rows = [json.loads(line) for file in folder.rglob("events.jsonl") for line in file.read_text().splitlines()]
+    return [row for row in rows if row["event"] == "straggling"]
 
 
 def test_a_slow_link_is_measured_and_its_host_named_while_the_run_trains(

@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from worldsize.checkpoints.pieces import cut, piece_of
+from worldsize.checkpoints.shards import box_of
 from worldsize.collectives.gather_full import gather_full, use_full
+from worldsize.collectives.gather_full import whole as sharded_whole
 from worldsize.core import World
 from worldsize.reproducibility.digest import tensor_digests
 from worldsize.testing.worlds import run_in_worlds
@@ -43,6 +48,27 @@ def test_the_first_rank_sees_what_one_process_would_hold(size: int) -> None:
     first, *others = run_in_worlds(body, size)
     assert first == (tensor_digests(whole()), sorted(whole()))
     assert others == [(None, [])] * (size - 1)
+
+
+def test_shards_of_layers_that_ranks_share_become_the_whole_tensor_and_lie_where_they_say() -> None:
+    """Two ranks share the layers, of which three parts of the data hold shards; ten rows divide by no six."""
+
+    def body(world: World) -> None:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(7, 10), nn.Linear(10, 5))
+        expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("data", "tensor"))
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)
+        fully_shard(model, mesh=mesh["data"])
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            assert torch.equal(sharded_whole(parameter.detach()), expected[name])  # type: ignore[arg-type]
+            piece, own = piece_of(name, parameter), parameter.to_local()
+            place = cut(expected[name], box_of([0] * parameter.ndim, parameter.shape), piece.box) if piece else own[:0]
+            assert torch.equal(own, place)
+
+    run_in_worlds(body, 6)
 
 
 def test_no_tensor_is_kept_while_the_next_one_is_gathered() -> None:

@@ -20,6 +20,7 @@ BASE: dict[str, Any] = {"nodes": 1, "device": "cpu", "processes": None, "process
         ({"nodes": 2, "processes": 4, "processes_per_node": 2}, 0, 4),
         ({"device": "cuda"}, 4, 4),
         ({"device": "cuda", "processes": 2}, 4, 2),
+        ({"device": "xpu"}, 4, 4),
         ({}, 0, 1),
     ],
 )
@@ -35,7 +36,7 @@ def test_processes_follow_from_what_is_given(given: dict[str, Any], gpus: int, p
         ({"nodes": 2, "processes": 3}, 0, "3 processes do not divide over 2 nodes"),
         ({"nodes": 2, "processes": 4, "processes_per_node": 4}, 0, "cluster.processes=4 contradicts"),
         ({"device": "cuda"}, 0, "no GPU that torch can use"),
-        ({"device": "tpu"}, 0, "cluster.device='tpu' is unknown"),
+        ({"device": "xpu"}, 0, "cluster.device=xpu, but this machine has no xpu device that torch can use"),
     ],
 )
 def test_a_contradictory_shape_is_an_error(given: dict[str, Any], gpus: int, message: str) -> None:

@@ -56,6 +56,21 @@ class TestPowerSGD(Held):
     tolerance = 0.2
 
 
+@pytest.mark.slow  # the gate has tests/collectives/test_sparse.py: the algorithm, and the bits of a resumed run
+class TestTopK(Held):
+    strategy = DDP(compress="topk", density=0.25, bucket_mb=0.001)
+    sizes = (3,)
+    loss_differs = "it sends some numbers later than the last of these steps"
+
+
+@pytest.mark.slow
+class TestRandomKAcrossNodes(Held):
+    strategy = DDP(reduce="hierarchical", compress="randomk", density=0.25, bucket_mb=0.001)
+    sizes = (4,)
+    local_size = 2
+    loss_differs = "it sends some numbers later than the last of these steps"
+
+
 @pytest.mark.killed
 class TestZeRO(Held):
     strategy = ZeRO()

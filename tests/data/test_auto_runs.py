@@ -51,7 +51,7 @@ def test_a_slow_data_set_gets_workers_and_the_bits_stay(train: Any, tmp_path: Pa
     auto = train(*words, "data_workers=auto")
     assert auto.code == 0, auto.error
     events = [json.loads(line) for line in (auto.folder / "events.jsonl").read_text().splitlines()]
-    first = events[0]
+    first = next(event for event in events if event["event"] == "data_workers")
     assert (first["event"], first["before"], first["workers"], first["step"]) == ("data_workers", 0, 1, 25)
     assert first["waited"] > 0.05, "each step sleeps 20 ms for its data"
     assert "step 25: rank 0: 1 data workers instead of 0" in auto.output + auto.error

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Train
-from worldsize.records.flight import flight_file, hang_report
+from worldsize.observe.report.page import page
+from worldsize.records.flight import flight_file, hang_report, hung_processes
+from worldsize.worker.flight import hangs_watched
+
+HANGS = (
+    *("recipe=digits", "recipe.width=4", "steps=8", "cluster.processes=2", "cluster.timeout=4", "launcher.grace=1"),
+    *("log_every=1", "faults=[{action: slow, rank: 1, step: 4, seconds: 60}]"),
+)
 
 
-def test_the_error_of_a_hang_names_ranks_collectives_and_stacks(train: Train) -> None:
+def test_the_error_and_the_report_of_a_hang_name_ranks_collectives_and_stacks(train: Train) -> None:
     """Rank 1 sleeps in step 4, in a process that is alive; rank 0 waits for it in vain."""
-    run = train(
-        *("recipe=digits", "recipe.width=4", "steps=8", "cluster.processes=2", "cluster.timeout=4", "launcher.grace=1"),
-        *("log_every=1", "faults=[{action: slow, rank: 1, step: 4, seconds: 60}]"),
-    )
+    run = train(*HANGS, "cluster.debug=true")
     assert run.code == 1
     assert run.error.startswith("worker 1 failed at step 4:\ndid not answer at step 4")
     told = run.error.partition("when the gang hung:")[2].splitlines()
@@ -26,13 +32,39 @@ def test_the_error_of_a_hang_names_ranks_collectives_and_stacks(train: Train) ->
     assert "waits in no collective; it began gloo:" in second[0]
     assert any("interruption.py" in line for line in first[1:5])
     assert any("faults.py" in line for line in second[1:5])
+    (counts,) = re.findall(r"collectives of group 0: (\d+) begun, (\d+) completed by worker_00000; (.*)", run.error)
+    assert int(counts[0]) == int(counts[1]) + 1
+    assert counts[2] == f"{counts[1]} begun, {counts[1]} completed by worker_00001"
+    assert run.folder is not None
+    section = page([run.folder]).partition("<h2>Hangs</h2>")[2].partition("<h2>")[0]
+    shown = " ".join(re.sub(r"<[^>]*>", " ", section).split())
+    assert shown.startswith("attempt 1")
+    waits = r"worker rank 1 waits in no collective; it began gloo:.*faults\.py.*worker rank 0 waits in gloo:all"
+    assert re.search(waits, shown), shown
+
+
+def test_a_gang_that_heals_goes_on_and_keeps_what_the_process_wrote_that_hung(train: Train) -> None:
+    run = train(*HANGS, "strategy.on_failure=heal")
+    assert run.code == 0, run.error
+    assert run.folder is not None
+    first, second = hung_processes(run.folder / "logs")
+    assert (first.rank, first.waits, second.rank, second.waits) == (0, True, 1, False)
+    assert "faults.py" in second.stack[-1]
 
 
 def test_a_run_that_is_debugged_has_the_same_bits(train: Train) -> None:
     options = ("recipe=digits", "recipe.width=4", "steps=3", "cluster.processes=2")
-    plain, checked = train(*options), train(*options, "cluster.debug=true")
+    plain, checked = train(*options), train(*options, "cluster.debug=true", "strategy.find_unused_parameters=true")
     assert (plain.code, checked.code) == (0, 0), checked.error
     assert plain.json("result.json")["state_digest"] == checked.json("result.json")["state_digest"]
+    assert "gloo by lo\n" in checked.error
+    assert re.search(
+        r"collectives of group 0: (\d+) begun, \1 completed by worker_00000, worker_00001\n", checked.error
+    )
+    assert re.search(
+        r"warned by worker_00000 \(1\), worker_00001 \(1\): reducer.cpp:\d+ Warning: find_unused_parameters",
+        checked.error,
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,3 +84,22 @@ def test_files_that_are_damaged_or_hostile_are_left_out_or_escaped(tmp_path: Pat
     flight_file(log).write_text(text)
     assert told in hang_report([log, tmp_path / "absent.log"])
     assert bool(told) == bool(hang_report([log]))
+    assert [each.rank for each in hung_processes(tmp_path)] == [0] * bool(told)
+
+
+def test_what_an_earlier_attempt_wrote_is_kept_and_not_taken_for_the_present(tmp_path: Path) -> None:
+    """An attempt in which a process asks the others to write what they do."""
+    log = tmp_path / "worker_00003.log"
+    for attempt in (1, 2, 3):
+        asked = tmp_path / f"hang_{attempt}"
+        with hangs_watched(log, asked, attempt=attempt, timeout=2.0):
+            assert not flight_file(log).exists()
+            if attempt < 3:
+                asked.touch()
+                while not flight_file(log).exists():
+                    threading.Event().wait(0.02)
+    assert hang_report([log]) == ""
+    assert [(each.attempt, each.rank, each.waits) for each in hung_processes(tmp_path)] == [
+        (1, 3, False),
+        (2, 3, False),
+    ]

@@ -61,8 +61,10 @@ def test_a_killed_rank_costs_no_step_and_no_bit(train: Any, undisturbed: Any, ra
     assert run.code == 0, run.error
     assert memberships(run.folder) == [[0, 1, 2, 3], [each for each in range(4) if each != rank]]
     assert equal_parts(run.folder) == undisturbed()
-    (event,) = map(json.loads, (run.folder / "events.jsonl").read_text().splitlines())
+    (event,) = _events(run.folder)
     assert (event["event"], event["lost"], event["step"]) == ("membership", {str(rank): "killed by SIGKILL"}, 9)
+    assert event["update_samples"] == 96
+    assert {row["update_samples"] for row in run.steps()} == {96}
     manifest = run.json("run_manifest.json")
     assert manifest["reproducibility"]["level"] == "bitwise"
 
@@ -297,7 +299,8 @@ def test_a_file_changes_the_number_of_processes_and_no_bit(
 
 def _events(folder: Path) -> list[Any]:
     path = folder / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in rows if row["event"] == "membership"]
 
 
 def _members(folder: Path) -> int:
@@ -352,5 +355,5 @@ def test_saves_by_measured_cost_go_on_over_changes_that_come_faster_than_they(tr
     assert run.code == 0, run.error
     assert len(memberships(run.folder)) >= 3
     saved = sorted(int(path.name[5:]) for path in (run.folder / "checkpoints").glob("step_*"))
-    assert saved[0] == 10
+    assert 10 <= saved[0] < 18  # a save in flight while another joins is made again
     assert run.json("result.json")["state_digest"] == undisturbed()["state_digest"]

@@ -19,6 +19,7 @@ from worldsize.testing.importing import import_plugins
 
 CLUSTER = Cluster("laptop", nodes=1, processes=4, device="cpu", backend="gloo", min_processes=2)
 HEAL = {"worker": Role(4, restart="heal")}
+BLOCKS = {"worker": Role(4, restart="heal", block=2)}
 
 
 @final
@@ -121,13 +122,15 @@ def test_a_policy_that_fails_changes_nothing_and_says_why(
     [
         ({"worker": Role(4)}, None, "Set strategy.on_failure=heal"),
         (HEAL, 3, "contradicts cluster.processes=4"),
-        (HEAL, 9, "the run has 8 logical ranks"),
+        (HEAL, 9, "the run has 8 logical ranks, of which each process needs one"),
+        (BLOCKS, 17, "of which 2 processes together need one. Set at most 16, or logical_ranks=9"),
     ],
 )
 def test_what_cannot_scale_is_refused(roles: dict[str, Role], most: int | None, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_autoscale(FileAutoscaler(max_processes=most), roles, CLUSTER, 8)
     check_autoscale(FileAutoscaler(max_processes=8), HEAL, CLUSTER, 8)
+    check_autoscale(FileAutoscaler(max_processes=16), BLOCKS, CLUSTER, 8)
 
 
 def test_the_policy_that_the_documentation_shows_goes_by_the_price(

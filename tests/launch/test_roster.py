@@ -16,9 +16,13 @@ from worldsize.world.membership import NEWCOMER, Membership
 class Processes:
     """Collects what each process is told, and gives the answers of one."""
 
-    def __init__(self, *ranks: int, patience: float = 60.0) -> None:
+    def __init__(self, *ranks: int, patience: float = 60.0, block: int = 1) -> None:
         self.told: dict[int, list[Any]] = {}
-        self.roster = Roster(ranks, lambda rank, message: self.told.setdefault(rank, []).append(message), patience)
+
+        def tell(rank: int, message: Any) -> None:
+            self.told.setdefault(rank, []).append(message)
+
+        self.roster = Roster(ranks, tell, patience, block)
 
     def stop(self, rank: int, step: int = NEWCOMER) -> None:
         self.roster.take(rank, {"stopped": self.roster.number, "step": step})
@@ -198,6 +202,67 @@ def test_when_one_has_trained_to_the_end_all_others_are_told_so(four: Processes)
     four.stop(3, 9)
     assert four.told[2][-1]["members"] == four.told[3][-1]["members"] == []
     assert len(four.roster.records) == 1
+
+
+@pytest.fixture
+def pairs() -> Processes:
+    """Six processes that train in pairs, of which one has died: one of the others waits."""
+    processes = Processes(*range(6), block=2)
+    for rank in range(6):
+        processes.stop(rank)
+    processes.roster.lose(1, "gone")
+    for rank in (0, 2, 3, 4, 5):
+        processes.stop(rank, 7)
+    return processes
+
+
+def test_those_that_are_too_many_for_whole_blocks_hand_over_what_they_keep_and_wait(pairs: Processes) -> None:
+    assert pairs.membership == Membership(2, (0, 2, 3, 4), (7,) * 4, {1: "gone"}, waiting=(5,))
+    pairs.stop(5, 7)  # it waits now
+    pairs.settle()
+    assert not any(pairs.is_told_to_stop(rank) for rank in range(6))
+    pairs.roster.lose(2, "gone, too")
+    assert not pairs.is_told_to_stop(5)
+    for rank in (0, 3, 4):
+        pairs.stop(rank, 9)
+    assert pairs.membership == Membership(3, (0, 3, 4, 5), (9, 9, 9, 7), {2: "gone, too"})
+
+
+def test_one_that_dies_while_it_hands_over_ends_the_membership_and_later_it_does_not(pairs: Processes) -> None:
+    pairs.roster.lose(5, "gone")
+    assert all(pairs.is_told_to_stop(rank) for rank in (0, 2, 3, 4))
+    for rank in (0, 2, 3):
+        pairs.stop(rank, 7)
+    assert pairs.membership.number == 2
+    pairs.roster.lose(4, "gone")  # before it answers: of three, one waits
+    assert pairs.membership == Membership(3, (0, 2), (7, 7), {4: "gone"}, waiting=(3,))
+    pairs.stop(3, 7)
+    pairs.roster.lose(3, "while it waits")
+    assert not pairs.is_told_to_stop(0)
+
+
+def test_one_that_waits_for_a_block_trains_again_when_another_joins_or_leaves_if_it_is_asked(pairs: Processes) -> None:
+    pairs.stop(5, 7)
+    pairs.settle()
+    pairs.stop(6)
+    assert all(pairs.is_told_to_stop(rank) for rank in (0, 2, 3, 4))
+    for rank in (0, 2, 3, 4):
+        pairs.stop(rank, 8)
+    assert pairs.membership == Membership(3, (0, 2, 3, 4, 5, 6), (8, 8, 8, 8, 7, NEWCOMER))
+    pairs.roster.lose(6, "gone")
+    for rank in (0, 2, 3, 4, 5):
+        pairs.stop(rank, 9)
+    pairs.roster.leave(5)
+    pairs.stop(5, 9)
+    assert pairs.told[5][-1]["members"] == []
+    pairs.roster.has_ended(5)
+    assert pairs.membership.members == (0, 2, 3, 4)
+
+
+def test_when_all_is_done_one_that_waits_for_a_block_is_told_so(pairs: Processes) -> None:
+    pairs.stop(5, 7)
+    pairs.roster.has_ended(0)
+    assert pairs.told[5][-1]["members"] == []
 
 
 def test_members_that_do_not_stop_in_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,18 @@ def test_exactly_the_chosen_steps_are_traced(tmp_path: Path) -> None:
     assert {"aten::cumsum", "aten::exp"} <= traced_names
 
 
+def test_a_trace_on_the_cpu_has_what_was_allocated_and_freed(tmp_path: Path) -> None:
+    path, count = tmp_path / "worker.json", 1 << 18
+    with closing(traced(repeat(None), path, first=0, span=(1, 1), device=CPU)) as batches:
+        for _ in islice(batches, 2):
+            torch.full((count,), 1.0)
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["name"] == "[memory]"]
+    changes = [event["args"]["Bytes"] for event in events]
+    assert {4 * count, -4 * count} <= set(changes)
+    before = [event["args"]["Total Allocated"] for event in sorted(events, key=lambda event: float(event["ts"]))]
+    assert max(before) - min(before) >= 4 * count
+
+
 @pytest.mark.parametrize(("first", "span", "expected"), [(0, (3, 9), ["step 3", "step 4"]), (5, (2, 7), ["step 6"])])
 def test_a_run_that_ends_or_resumes_within_the_chosen_steps_traces_those_it_takes(
     tmp_path: Path, first: int, span: tuple[int, int], expected: list[str]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from worldsize.core import Cluster, Link
-from worldsize.observe.transport import Transport, parse_nccl_log, transport_warning
+from worldsize.core import Cluster, Link, TransportFellBack, World
+from worldsize.observe.events import EventLog, is_event
+from worldsize.observe.nccl_log import parse_nccl
+from worldsize.observe.transport import Transport, audit, connections_of, transport_warning
+from worldsize.testing.worlds import run_in_worlds
 
 ETHERNET = """\
 gpu1:4021:4021 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>
@@ -26,22 +34,62 @@ gpu1:4021:4060 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
     [(ETHERNET, ["shm", "socket"], "eth0"), (FABRIC, ["ib", "nvlink"], "mlx5_0"), ("", [], None)],
 )
 def test_transports_and_interface_are_read(text: str, transports: list[str], interface: str | None) -> None:
-    assert parse_nccl_log(text) == {"transports": transports, "interface": interface}
+    assert connections_of(parse_nccl(text)) == {"transports": transports, "interface": interface}
 
 
 def test_sockets_where_the_cluster_declares_a_fabric_give_a_warning() -> None:
     fast = Cluster("slurm", 2, 16, "cuda", "nccl", links={"network": Link(bandwidth=12.5e9, latency=5e-6)})
     slow = Cluster("slurm", 2, 16, "cuda", "nccl", links={"network": Link(bandwidth=1.25e9, latency=5e-5)})
-    ethernet: Transport = {"backend": "nccl", **parse_nccl_log(ETHERNET)}
+    ethernet: Transport = {"backend": "nccl", **connections_of(parse_nccl(ETHERNET)), "ranks": {}}
     warning = transport_warning(ethernet, fast)
     assert warning is not None
     assert "plain sockets on eth0, but the cluster declares 12.5 GB/s" in warning
     assert transport_warning(ethernet, slow) is None
-    assert transport_warning({"backend": "nccl", **parse_nccl_log(FABRIC)}, fast) is None
+    assert (
+        transport_warning({"backend": "nccl", **connections_of(parse_nccl(FABRIC)), "ranks": {"ib": 16}}, fast) is None
+    )
+    adapters = replace(slow, hca="mlx5")
+    warning = transport_warning(ethernet, adapters)
+    assert warning is not None
+    assert "plain sockets on eth0, but the cluster declares InfiniBand (cluster.hca=mlx5) between nodes" in warning
+
+
+def test_sockets_of_one_host_are_noticed_where_the_first_process_has_a_fabric(tmp_path: Path) -> None:
+    cluster = Cluster("slurm", 2, 3, "cpu", "nccl", hca="mlx5")
+
+    def body(world: World) -> Transport:
+        log = tmp_path / f"nccl_{socket.gethostname()}_{os.getpid()}.log"
+        log.write_text(ETHERNET if world.rank == 2 else FABRIC)
+        return audit(world, cluster, {}, tmp_path)
+
+    first, _, last = run_in_worlds(body, 3)
+    assert first["transports"] == ["ib", "nvlink"]
+    assert first["ranks"] == last["ranks"] == {"nvlink": 2, "shm": 1, "ib": 2, "socket": 1}
+    warning = transport_warning(first, cluster)
+    assert warning is not None
+    assert "NCCL uses plain sockets in 1 processes, and InfiniBand in 2, but" in warning
+
+
+def test_a_fallback_is_an_event_of_the_run(tmp_path: Path) -> None:
+    EventLog(tmp_path / "events.jsonl")(TransportFellBack("NCCL uses plain sockets", {"socket": 2}, "eth0"))
+    row = json.loads((tmp_path / "events.jsonl").read_text())
+    assert is_event(row)
+    assert row == {
+        "event": "transport",
+        "time": row["time"],
+        "reason": "NCCL uses plain sockets",
+        "ranks": {"socket": 2},
+        "interface": "eth0",
+    }
 
 
 def test_the_manifest_records_the_transport(train: Any) -> None:
     run = train("recipe=digits", "steps=3", "cluster.processes=2")
     assert run.code == 0, run.error
     (attempt,) = run.json("run_manifest.json")["attempts"]
-    assert attempt["transport"] == {"backend": "gloo", "transports": ["socket"], "interface": "lo"}
+    assert attempt["transport"] == {
+        "backend": "gloo",
+        "transports": ["socket"],
+        "interface": "lo",
+        "ranks": {"socket": 2},
+    }

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import runpy
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from worldsize.core import RunEnded, StepDone, Straggling
+from tests.observe.test_health import CALM
+from worldsize.core import NodeAlert, RunEnded, StepDone, Straggling
+from worldsize.observe.health.files import HealthFile
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.wandb import WandbListener
+from worldsize.records.run_directory import RunDirectory
 
 _reader = runpy.run_path(str(Path(__file__).parent / "wandb_file.py"))
 records, histories = _reader["records"], _reader["histories"]
@@ -72,19 +76,26 @@ def test_a_second_attempt_continues_the_same_run_at_the_right_step(
     facts: dict[str, Any] = {"project": "p", "run_id": "same", "group": None, "config": {}, "mode": "offline"}
     for attempt, first in (("one", 1), ("two", 4)):
         (tmp_path / attempt).mkdir()
+        HealthFile(RunDirectory(tmp_path / attempt), 0).append({**CALM, "time": time.time()}, [])
         make = partial(WandbListener, **facts, manifest={}, folder=tmp_path / attempt)
         listener = SubprocessListeners({"logger": make})
         for number in range(first, first + 3):
             listener(StepDone(number, number, number / 10, 0.1, None, 0, 0.0, (0.1,), 1.0))
         listener(Straggling(first + 2, 1, "n3", "cpu", "data", 1.25, first))
+        listener(NodeAlert(1, "n3", "memory", 0.97, 0.95))
         listener(RunEnded(first + 2, "completed"))
-        losses = {step: row["train/loss"] for step, row in history(tmp_path / attempt).items()}
+        rows = history(tmp_path / attempt)
+        assert rows[first]["health/memory"] == rows[first]["health/node_0/memory"] == CALM["memory"]
+        assert "health/memory" not in rows[first + 1]  # too early for another look
+        losses = {step: row["train/loss"] for step, row in rows.items()}
         assert losses == {number: number / 10 for number in range(first, first + 3)}
         (file,) = (tmp_path / attempt).glob("wandb/offline-run-*/run-*.wandb")
         assert [record.run.run_id for record in records(file) if record.HasField("run")] == ["same"]
-        (alert,) = [record.alert for record in records(file) if record.HasField("alert")]
+        alert, other = [record.alert for record in records(file) if record.HasField("alert")]
         assert (alert.title, alert.level) == ("rank 1 is slow", "WARN")
         assert "25% slower" in alert.text
+        assert other.title == "n3: memory"
+        assert "97 % of its memory are in use" in other.text
 
 
 def test_auto_with_a_key_and_no_server_keeps_an_offline_run(train: Any, home: Path) -> None:

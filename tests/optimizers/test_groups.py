@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -139,6 +140,18 @@ def test_muon_updates_matrices_and_adamw_embeddings_and_the_rest_as_torchs_own_t
     assert equal(trained(plain, lambda: (first.step(), second.step())), trained(own, optimizer.step))
 
 
+def test_muon_goes_on_with_a_state_that_it_has_loaded_and_makes_nothing_anew_in_a_step() -> None:
+    own, other = model(), model()
+    optimizer, loaded = made(own, {}, of_muon), made(other, {}, of_muon)
+    trained(own, optimizer.step)
+    trained(other, loaded.step)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.load_state_dict(own.state_dict())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.Muon, "__init__", None)
+        assert equal(trained(own, optimizer.step), trained(other, loaded.step))
+
+
 def test_muon_refuses_options_that_neither_has_and_patterns_that_match_nothing() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.adamw\.beta'; did you mean 'betas'"):
         of_muon(model().parameters(), adamw={"beta": 1})
@@ -158,7 +171,7 @@ def test_strategies_that_divide_matrices_refuse_muon(strategy: Any, make: Callab
     strategy.check_built(recipe, own, AdamW(own.parameters()))
 
 
-@pytest.mark.parametrize(("library", "reason"), [("torchao", "cannot save"), ("schedulefree", "would save neither")])
+@pytest.mark.parametrize(("library", "reason"), [("torchao", "cannot save"), ("schedulefree", "a way of its own")])
 def test_optimizers_whose_state_cannot_be_kept_are_refused_with_the_reason(library: str, reason: str) -> None:
     kind = type("Foreign", (AdamW,), {"__module__": f"{library}.optim"})
     with pytest.raises(ConfigError, match=f"{library}: Foreign .*{reason}"):

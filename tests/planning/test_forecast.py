@@ -21,7 +21,7 @@ WORK = Workload(8e8, 1.6e9, compute_seconds=0.4, update_seconds=0.04, overlap=0.
 
 def cluster(nodes: int, per_node: int, device: str = "cpu") -> Cluster:
     backend = "gloo" if device == "cpu" else "nccl"
-    return Cluster("test", nodes, nodes * per_node, device, backend, links=LINKS)  # type: ignore[arg-type]
+    return Cluster("test", nodes, nodes * per_node, device, backend, links=LINKS)
 
 
 def test_a_rank_with_more_micro_batches_updates_once_and_overlaps_with_the_last_backward_pass() -> None:
@@ -46,6 +46,20 @@ def test_compressed_sums_are_an_all_to_all_and_an_all_gather() -> None:
     cost = DDP(compress="bf16").cost(WORK, cluster(4, 2))
     assert cost is not None
     assert cost.communication_seconds == pytest.approx(4e8 * (2 * 6 / 8 + 7 / 8) / 1e9)
+
+
+def test_sparse_sums_gather_numbers_with_indices_or_reduce_some() -> None:
+    """Eight ranks gather 2 x 1 % of the bytes of each; or they reduce 1 % of them in a ring."""
+    top, drawn = (DDP(compress=kind, density=0.01).cost(WORK, cluster(4, 2)) for kind in ("topk", "randomk"))
+    assert top is not None
+    assert drawn is not None
+    assert top.sent_bytes == pytest.approx(7 * 2 * 0.01 * 8e8)
+    assert top.communication_seconds == pytest.approx(7 * 2 * 0.01 * 8e8 / 1e9)
+    assert drawn.sent_bytes == pytest.approx(2 * 7 / 8 * 0.01 * 8e8)
+    assert drawn.communication_seconds == pytest.approx(2 * 7 / 8 * 0.01 * 8e8 / 1e9)
+    by_node = DDP(compress="topk", density=0.01, reduce="hierarchical").cost(WORK, cluster(4, 2))
+    assert by_node is not None
+    assert by_node.across_bytes == pytest.approx(3 * 2 * 0.01 * 8e8), "a node sends to three others, for its two ranks"
 
 
 def test_compute_measured_under_the_strategy_replaces_that_of_the_workload() -> None:

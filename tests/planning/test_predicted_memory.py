@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from tests.planning.rehearsal.composed import isolated
-from worldsize.app.plan import _formula_text
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, Cost, Recipe
-from worldsize.planning.advice import detected_memory_bytes, unfit
+from worldsize.planning.advice import detected_memory_bytes, formula_text, unfit
 from worldsize.planning.forecast import Forecast
 from worldsize.planning.predictor import Given, Predictor
 
@@ -69,12 +68,12 @@ def test_a_run_needs_the_most_that_any_part_of_it_takes(recipe: Recipe) -> None:
 def test_a_formula_in_place_of_a_rehearsal_that_failed_is_marked_with_the_reason() -> None:
     forecast = isolated(predicted, *OPTIONS, given=(Greedy(fails=True),))
     assert forecast.cost.memory_bytes > 0
-    text = _formula_text({"ddp": forecast, "zero": forecast, "fsdp": replace(forecast, by_formula=None)})
+    text = formula_text({"ddp": forecast, "zero": forecast, "fsdp": replace(forecast, by_formula=None)})
     assert text.startswith(
         "* Memory by the strategy's own formula, without activations. "
         "ddp, zero: its rehearsal failed in step 1: ValueError: no such rank (tests/planning/test_predicted_memory.py:"
     )
-    assert _formula_text({"fsdp": replace(forecast, by_formula=None)}) == ""
+    assert formula_text({"fsdp": replace(forecast, by_formula=None)}) == ""
 
 
 def test_memory_of_a_process_is_never_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

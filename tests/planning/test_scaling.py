@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from worldsize.planning.scaling import Point, efficiencies, knees, spread, timed
+from worldsize.planning.scaling import (
+    Point,
+    boundary_text,
+    efficiencies,
+    knees,
+    marginal_text,
+    marginals,
+    predicted_efficiencies,
+    spread,
+    timed,
+)
 
 
 def point(size: int, rate: float, *, strategy: str = "ddp", accumulation: int = 1) -> Point:
@@ -40,3 +50,37 @@ def test_the_knee_is_where_efficiency_times_speedup_is_largest() -> None:
     points += [point(n, 100, strategy="stuck") for n in (1, 2, 4)]
     points += [point(8, rates[4], accumulation=4)]
     assert knees(points) == {"ddp": 4, "stuck": 1}
+
+
+STAIRS = [  # rates at 1 × 1, 1 × 2, 2 × 2 and 4 × 2: good inside a node, and a cliff at its boundary
+    Point("ddp", size, 1, 100 / rate, 0.0, {}, rate, 100 / predicted, "run", nodes)
+    for nodes, size, rate, predicted in ((1, 1, 100, 100), (1, 2, 180, 200), (2, 4, 220, 240), (4, 8, 300, 320))
+]
+
+
+def test_a_further_process_adds_its_share_of_the_speed_of_one() -> None:
+    assert marginals(STAIRS) == pytest.approx([None, 0.8, 0.2, 0.2])
+    assert marginals(STAIRS[::-1]) == pytest.approx([0.2, 0.2, 0.8, None])
+    on_one_node = Point("ddp", 4, 1, 100 / 320, 0.0, {}, 320, None, "run", 1)
+    assert marginals([*STAIRS, on_one_node])[-1] == pytest.approx(0.7)
+    assert marginals([*STAIRS, on_one_node])[3] == pytest.approx(-0.05), "against the fewest nodes of that size"
+
+
+def test_a_further_process_is_compared_with_those_of_its_own_strategy() -> None:
+    slower = [point(1, 50, strategy="fsdp"), point(2, 90, strategy="fsdp")]
+    assert marginals([*STAIRS, *slower])[-2:] == pytest.approx([None, 0.8])
+
+
+def test_the_knee_is_the_last_size_before_a_further_process_adds_too_little() -> None:
+    assert [knees(STAIRS, least=least)["ddp"] for least in (0.1, 0.5, 0.9)] == [8, 2, 1]
+
+
+def test_the_cliff_at_the_node_boundary_is_named_with_its_prediction() -> None:
+    assert predicted_efficiencies(STAIRS) == pytest.approx([1.0, 1.0, 0.6, 0.4])
+    assert boundary_text(STAIRS) == [
+        "ddp at the node boundary, 1 × 2 to 2 × 2: efficiency 90% to 55% (predicted 100% to 60%); "
+        "a further process adds 20% of the speed of one."
+    ]
+    assert (marginal_text(-0.001), marginal_text(-0.05), marginal_text(None)) == ("0%", "-5%", "")
+    assert boundary_text(STAIRS[:2]) == []
+    assert predicted_efficiencies([point(1, 100), STAIRS[1], Point("ddp", 4, 1, 1, 0, {}, 9, None, "run")]) is None

@@ -9,9 +9,11 @@ import pytest
 from worldsize.reproducibility.level import (
     Downgrade,
     ReproducibilityLevel,
+    _machine,
     downgraded_level,
     downgrades,
     recorded_level,
+    resume_downgrades,
 )
 
 BITWISE = {"reproducibility": {"level": "bitwise", "why": "on this CPU"}}
@@ -49,6 +51,23 @@ def test_version_3_of_the_order_is_another_where_batches_are_of_similar_length_a
     for each in (then, now):
         each["config"]["length_balanced"] = balanced
     assert bool(downgrades(then, now)) == balanced
+
+
+def test_another_division_of_layers_is_another_order_of_sums_that_no_tree_makes_up_for() -> None:
+    """That there is none is the same as one over a single rank."""
+
+    def divided(**strategy: object) -> dict[str, Any]:
+        one = manifest()
+        return {**one, "config": {**one["config"], "strategy": strategy}, "resumed": [], "attempts": []}
+
+    alone, whole, two = divided(shard="all"), divided(tensor=1, pipeline=1), divided(tensor=2, pipeline=1)
+    assert list(_machine(alone, whole)) == []
+    expected = [Downgrade("tolerance", "strategy.tensor: 1 then, 2 now, and sums depend on it")]
+    assert list(_machine(alone, two)) == list(_machine(whole, two)) == expected
+    changes = [["strategy.tensor", None, 2], ["strategy.pipeline", None, 1], ["strategy.shard", "all", None]]
+    two["resumed"] = [{"attempt": 2, "changes": changes}]
+    reason = "strategy.tensor: None at first, 2 from attempt 2 on, and sums depend on it"
+    assert resume_downgrades(two) == [Downgrade("tolerance", reason)]
 
 
 def test_a_record_without_a_version_of_the_order_has_the_first_which_small_data_keep() -> None:

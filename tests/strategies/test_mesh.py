@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from recipes.stdlib_lm.recipe import StdlibLM
-from worldsize.app.plan import rank_table
 from worldsize.checkpoints.format import complete, read
 from worldsize.checkpoints.load import load, newest
 from worldsize.checkpoints.retention import Retention
@@ -37,6 +36,7 @@ from worldsize.core import (
     Strategy,
     World,
 )
+from worldsize.planning.rank_table import rank_table
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -419,7 +419,10 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
         ({"tensor": 4, "pipeline": 3}, "8 processes do not divide"),
         ({"data": 2, "tensor": 2}, "Set cluster.processes=4, or sizes whose product is 8"),
         ({"tensor": 8}, "does not divide the 4 processes of a node"),
-        ({"reduce": "ordered"}, "reproducibility=deterministic"),
+        ({"on_failure": "heal", "data": 2, "tensor": 4}, "Set strategy.data=null"),
+        ({"on_failure": "heal", "tensor": 2}, "on different nodes"),
+        ({"on_failure": "heal", "pipeline": 2, "schedule": "interleaved"}, "schedule=1f1b or gpipe"),
+        ({"on_failure": "heal", "pipeline": 2, "reshard_after_forward": True}, "reshard_after_forward=null"),
         ({"reduce": "hierarchical"}, "reduce=flat"),
         ({"pipeline": 0}, "must be 1 or more"),
         ({"schedule": "dual"}, "Known: gpipe, 1f1b, interleaved"),

@@ -209,7 +209,7 @@ def test_a_wait_ends_when_the_gang_does_and_its_collective_is_remembered() -> No
             if ended[0]:
                 raise ConnectionError("the gang has ended")
 
-        INTERRUPTION.begin(check)
+        INTERRUPTION.begin(check, longest=60.0)
         row = torch.ones(4)
         if world.rank == 0:
             ended[0] = True

@@ -178,7 +178,19 @@ def test_what_one_gang_hands_on_is_what_the_next_goes_on_with() -> None:
     one = SaveInterval(None, lambda *_: 600.0, emit=lambda _: None, clock=clock)
     with one.saving(10):
         pass
+    one.complete(10)
     other = SaveInterval(None, lambda *_: 600.0, emit=lambda _: None, clock=clock)
     other.resume(14, one.handed_on())
     assert [other.is_due(step) for step in (19, 20)] == [False, True]
     assert other.handed_on() == one.handed_on()
+
+
+def test_a_save_that_was_in_flight_when_the_gang_changed_is_due_again() -> None:
+    clock = Clock(600.0, seed=1)
+    one = SaveInterval(None, lambda *_: 600.0, emit=lambda _: None, clock=clock)
+    with one.saving(10):
+        one.agree(10)
+    assert not one.is_due(12)
+    other = SaveInterval(None, lambda *_: 600.0, emit=lambda _: None, clock=clock)
+    other.resume(12, one.handed_on())
+    assert other.is_due(12)

@@ -13,7 +13,8 @@ from torch import nn
 from tests.conftest import Train
 from worldsize.core import MicroBatch
 from worldsize.cost.peaks import peak_flops
-from worldsize.testing.recipes import Chain
+from worldsize.observe.report.page import page
+from worldsize.testing.recipes import Chain, TwoPlayers
 from worldsize.worker.throughput import counted_flops
 
 # of a sample: forward, gradients of the weights, and of the inputs, which the first layer does not need
@@ -36,6 +37,17 @@ def test_operations_are_counted_without_drawing_random_numbers() -> None:
     before = torch.get_rng_state()
     assert counted_flops(recipe, MicroBatch(batch, seed=0)) == 6 * CHAIN
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_operations_of_several_updates_are_those_of_each_with_the_gradients_that_it_needs() -> None:
+    recipe = TwoPlayers()
+    batch = [torch.stack(column) for column in zip(*(recipe.data("train")[row] for row in range(6)), strict=True)]
+    # in widths, by pass: forward, gradients of weights, gradients of inputs
+    player, critic = 7 + 3, 10 + 1
+    critics = 2 * (critic + critic + 1)  # of what is real, and of what is not; no gradient of their inputs
+    players = player + critic + (10 + 1) + (player + 3)  # back through the critic, whose weights stay
+    assert counted_flops(recipe, MicroBatch(batch, seed=0)) == 2 * 6 * 16 * (critics + players)
+    assert counted_flops(recipe, MicroBatch(batch, seed=0, step=3)) == 2 * 6 * 16 * (2 * critics + players)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +79,8 @@ def test_a_run_shows_its_mfu_if_a_peak_is_declared_and_its_digests_do_not_change
     by_hand = 2 * (64 * 9 * 4 * 2 + 64 * 9 * 4 * 8 * 3 + 8 * 16 * 10 * 3)
     assert shares == pytest.approx([by_hand] * 3)
     assert re.search(r"MFU \d", measured.output)
+    assert measured.folder is not None
+    shown = page([measured.folder])
+    assert "Model FLOP utilisation" in shown
+    rate = measured.json("result.json")["samples_per_second"]
+    assert f"<b>{rate * by_hand / 2e9:.1%}</b><span>MFU</span>" in shown  # of the whole run, as samples/s are

@@ -10,13 +10,19 @@ import signal
 import threading
 from pathlib import Path
 
+from rich.console import Console
+
 from worldsize.app import exit_process
 from worldsize.driver.agent import agent
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import refuse
+from worldsize.planning.doctor.findings import REPORT, read_facts
+from worldsize.planning.doctor.report import Report
 from worldsize.records.run_directory import RunDirectory
+from worldsize.world.environments import node
 from worldsize.world.scratch import leftovers, private_folder
 
+_COLUMNS = 160  # of a table in a log
 _DRAFT = ".begin_"  # prefix of run folders that are not complete yet
 
 
@@ -35,10 +41,22 @@ def main() -> None:
     try:
         if options.source:
             _begin_with(options.source, options.run)
-        code = agent(RunDirectory(options.run.resolve()))
+        run = RunDirectory(options.run.resolve())
+        code = agent(run)
+        if options.source and node(os.environ).rank == 0:
+            _show_report(run)
     except WorldsizeError as error:
         code = refuse(error)
     exit_process(code)
+
+
+def _show_report(run: RunDirectory) -> None:
+    """Print the report of an examination, if it was one: whoever asked for it sees the log of this job alone."""
+    if not (facts := read_facts(run.findings, REPORT)):
+        return
+    report = Report.from_json(facts)
+    Console(width=_COLUMNS, highlight=False).print(report.table())
+    print(report.as_line(), flush=True)
 
 
 def _tether() -> None:

@@ -9,7 +9,9 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from copy import deepcopy
@@ -27,9 +29,11 @@ from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
-    from worldsize.core import BatchLauncher, Job, Plan, Recipe
+    from worldsize.core import BatchLauncher, Job, Plan
     from worldsize.planning.doctor.report import Report
     from worldsize.records.run_directory import RunDirectory
+
+_POLL, _LOGS = 0.5, 300.0  # seconds between two looks for a report; seconds in which a job's log is shown
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,8 @@ def _alter(cfg: DictConfig, options: Examination) -> None:
     cfg.run.examine = "pairs" if options.pairs else "tiers"
     cfg.cluster.timeout = options.patience
     cfg.logger, cfg.listeners, cfg.faults = None, {}, []
-    changes: dict[str, float] = {"wait": True, "terminal_logs": False, "max_restarts": 0, "max_requeues": 0}
+    changes: dict[str, float] = {"wait": True, "terminal_logs": False, "agents": True}
+    changes |= dict.fromkeys(("max_restarts", "max_requeues", "pod_restarts", "restarts_on_errors"), 0)
     changes["save_grace"] = 2 * options.patience  # if an agent fails, the others still time out on it and report
     for key in changes.keys() & cfg.launcher.keys():
         cfg.launcher[key] = changes[key]
@@ -97,6 +102,7 @@ def _alter(cfg: DictConfig, options: Examination) -> None:
 def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
     """Examine the cluster; return the report, and the run folder if a check failed."""
     from worldsize.core import AgentLauncher, BatchLauncher
+    from worldsize.driver.examine import checkpoint_bytes
     from worldsize.launch.node import NodeLauncher
     from worldsize.planning.doctor.evaluate import evaluate
     from worldsize.planning.doctor.findings import read_findings
@@ -104,31 +110,35 @@ def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
     from worldsize.records.run_directory import planned
 
     launcher = settings.launcher
-    remote = isinstance(launcher, BatchLauncher) and not launcher.shares_run_folder
-    if remote or not isinstance(launcher, NodeLauncher):
+    if not isinstance(launcher, BatchLauncher | NodeLauncher):
         raise ConfigError(
-            f"doctor needs a launcher that starts all hosts, and a run folder that this machine sees; "
-            f"{type(launcher).__name__} does not. Name the same hosts with cluster=ssh or cluster=slurm."
+            f"doctor needs a launcher that starts an agent on each host; {type(launcher).__name__} does not. Name the "
+            "same hosts with cluster=ssh or cluster=slurm."
         )
     run = planned(root, "doctor", None)
     plan = settings.plan(run.path)
     try:
-        _play(settings, plan, run)
+        report = _play(settings, plan, run)
     except ConfigError as error:
         shutil.rmtree(run.path, ignore_errors=True)
         fact, _, remedy = str(error).partition(". ")
         return Report([Check("launch", "this machine", False, fact, remedy)]), None
-    cluster = settings.cluster
-    hosts = launcher.hosts if isinstance(launcher, AgentLauncher) else ()
-    findings = read_findings(run.findings, cluster.nodes, hosts)
-    report = evaluate(findings, cluster, needed_bytes=2 * checkpoint_bytes(settings.recipe))
+    if report is None:
+        cluster = settings.cluster
+        hosts = launcher.hosts if isinstance(launcher, AgentLauncher) else ()
+        findings = read_findings(run.findings, cluster.nodes, hosts)
+        report = evaluate(findings, cluster, needed_bytes=2 * checkpoint_bytes(settings.recipe))
     if report.ok:
         shutil.rmtree(run.path)
     return report, run.path
 
 
-def _play(settings: Settings, plan: Plan, run: RunDirectory) -> None:
-    """Start the examination and wait for it to end; raise ConfigError if the launcher refuses the plan."""
+def _play(settings: Settings, plan: Plan, run: RunDirectory) -> Report | None:
+    """Start the examination and wait for it to end; raise ConfigError if the launcher refuses the plan.
+
+    Returns:
+        The report that a job has left in its log; None: this machine sees the run folder.
+    """
     import torch
 
     from worldsize.core import AgentLauncher, BatchLauncher
@@ -142,18 +152,52 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> None:
 
     torch.set_num_threads(1)  # this process may fork: it must not have an OpenMP pool
     launcher = settings.launcher
-    assert isinstance(launcher, NodeLauncher)
     launcher.check(settings.cluster)
     clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
     with created(run, is_private=True):
         write_configuration(run, config=config_text(clean.tree(settings.config)))
     with redirect_stdout(sys.stderr):  # the agents' output
         if isinstance(launcher, BatchLauncher):
-            _wait(launcher, launcher.submit(with_secrets(settings, plan, clean)))
-        elif isinstance(launcher, AgentLauncher):
+            return _submitted(launcher, with_secrets(settings, plan, clean), run)
+        if isinstance(launcher, AgentLauncher):
             _wait_for_agents(launcher.launch_agents(with_secrets(settings, plan, clean)))
         else:
+            assert isinstance(launcher, NodeLauncher)
             examine(settings, launcher, plan, run, Node())
+    return None
+
+
+def _submitted(launcher: BatchLauncher, plan: Plan, run: RunDirectory) -> Report | None:
+    """Submit the examination, or let a person start it, and wait for its end; return a report from outside ``run``."""
+    from worldsize.planning.doctor.findings import REPORT, read_facts
+
+    job = launcher.submit(plan)
+    if job is None:
+        print(launcher.describe(plan))
+        print(f"Start these. Their report will be in {run.findings}, and is shown here.", flush=True)
+        while not read_facts(run.findings, REPORT):
+            time.sleep(_POLL)
+        return None
+    _wait(launcher, job)
+    return None if launcher.shares_run_folder else _logged(launcher.log_command(job, follow=True))
+
+
+def _logged(command: Sequence[str]) -> Report:
+    """Return the report that is in the log of a job that has ended, which ``command`` shows."""
+    from worldsize.planning.doctor.report import Check, Report, report_in
+
+    shown = " ".join(command)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LOGS, check=False)
+        log, said = done.stdout, done.stderr
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log, said = "", str(error)
+    if report := report_in(log):
+        return report
+    last = next(iter((said.strip() or log.strip()).splitlines()[-1:]), "nothing")
+    fact = f"it has ended, and its log has no report; it says: {last}"
+    remedy = f"Look at the job's log: {shown}. What its hosts found lies in the run's folder there, below findings."
+    return Report([Check("report", "the job", False, fact, remedy)])
 
 
 def _wait_for_agents(job: Job) -> None:
@@ -164,27 +208,13 @@ def _wait_for_agents(job: Job) -> None:
         raise
 
 
-def _wait(launcher: BatchLauncher, job: str | None) -> None:
+def _wait(launcher: BatchLauncher, job: str) -> None:
     """Wait until the job has ended, without a timeout; cancel it if this process is interrupted."""
     from worldsize.driver.scheduled import wait_for
 
-    if job is None:
-        return
     print(f"job {job} submitted; waiting for it to start and end", flush=True)
     try:
         wait_for(launcher, [job])
     except BaseException:
         launcher.cancel(job)
         raise
-
-
-def checkpoint_bytes(recipe: Recipe) -> float:
-    """Return the bytes of the weights and of Adam's two moments for each."""
-    import torch
-
-    try:
-        with torch.device("meta"):
-            model = recipe.model()
-    except RuntimeError:  # the constructor computes with values, which meta tensors lack
-        model = recipe.model()
-    return 3.0 * sum(float(tensor.nbytes) for tensor in model.state_dict().values())

@@ -15,6 +15,7 @@ from worldsize.core.limits import Range
 from worldsize.driver.scheduled import Scheduler, is_alive
 from worldsize.errors import WorldsizeError
 from worldsize.messages import refuse
+from worldsize.observe.debug_summary import debug_summary
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import look
 
@@ -31,10 +32,14 @@ def main() -> None:
         help="of these ranks alone; may be given more than once",
     )
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the run ends")
+    parser.add_argument("--debug", action="store_true", help="what NCCL and torch said with cluster.debug, summarised")
     options = parser.parse_args()
     run = RunDirectory(options.run.resolve())
     scheduler = Scheduler(run)
     try:
+        if options.debug:
+            attempts = look(run).attempts
+            sys.exit(print(debug_summary(run, attempts[-1].get("transport") if attempts else None)))
         if command := _of_launcher(scheduler, follow=options.follow):
             sys.exit(_shown(command))
         for line in lines(scheduler, options.rank, follow=options.follow):

@@ -1,15 +1,16 @@
 """``worldsize plan [OPTION ...]``: which rank does what, and what a step will cost under every strategy.
 
 Nothing is started; the recipe takes a few steps on this machine, unless --model-size and --compute say what it needs.
+With a range of sizes, as cluster.nodes=1..64, the step of one strategy is predicted for 1, 2, 4, ... nodes.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,17 +29,22 @@ from worldsize.core.limits import Range
 from worldsize.cost.checkpoints import mtbf_seconds
 from worldsize.cost.collectives import compute_seconds_for
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
-from worldsize.messages import CONFIG_ERROR, duration
+from worldsize.messages import CONFIG_ERROR, duration, refuse
 from worldsize.planning.advice import (
     WANTED,
     best_text,
     detected_memory_bytes,
+    formula_text,
+    links_text,
     price_per_million,
     retuning_text,
     size_text,
     time_text,
     unfit,
 )
+from worldsize.planning.curve import Curve, sizes_in
+from worldsize.planning.rank_table import rank_table
+from worldsize.records.redaction import redacted_arguments
 from worldsize.records.run_directory import runs_below
 from worldsize.records.run_record import RunView, look
 
@@ -49,7 +55,6 @@ if TYPE_CHECKING:
 
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_MOST, _SHOWN = 64, 16  # ranks to show; of more, the first and the last
 
 
 def main() -> None:
@@ -63,6 +68,12 @@ def main() -> None:
     parser.add_argument(
         "--overlap", type=number(Range(least=0, most=1)), help="share of compute behind which bytes travel"
     )
+    share = number(Range(least=0, most=1))
+    sweep = "with --compute: bytes of parameters at which the efficiency falls to SHARE (0.5)"
+    parser.add_argument("--payload", type=share, nargs="?", const=0.5, metavar="SHARE", help=sweep)
+    adds = "of a curve (cluster.nodes=1..64): what a further process must add, of the speed of one (0.5)"
+    parser.add_argument("--knee", type=share, default=0.5, metavar="SHARE", help=adds)
+    parser.add_argument("--study", type=Path, metavar="FOLDER", help="of a curve: worldsize report FOLDER draws it")
     parser.add_argument("--strategies", metavar="NAMES", help="compare these alone, e.g. ddp,fsdp,mesh")
     parser.add_argument("--save", type=_seconds, metavar="TIME", help="by which a save holds up training, e.g. 2s")
     parser.add_argument("--restart", type=_seconds, metavar="TIME", help="from a failure until training goes on")
@@ -79,10 +90,16 @@ def _seconds(text: str) -> float:
 
 def plan(options: argparse.Namespace) -> int:
     """Print the plan and its forecasts; return 0, or 2 if the configuration cannot run or be predicted."""
-    return call_composed(lambda cfg: _show(cfg, options), options.overrides)
+    try:
+        words, sizes = sizes_in(options.overrides)
+        if options.study is not None and sizes is None:
+            raise ConfigError("--study has a curve, of which no range is given. Add one, e.g. cluster.nodes=1..64.")
+    except ConfigError as error:
+        return refuse(error)
+    return call_composed(lambda cfg: _show(cfg, options, sizes), words)
 
 
-def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
+def _show(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str] | None) -> int:
     import torch  # takes seconds, as what follows
 
     from worldsize.config.composed import settings_of
@@ -91,13 +108,24 @@ def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     if options.model_size is not None and options.compute is None:
         raise ConfigError("--model-size does not determine a step's time. Add --compute, e.g. --compute 250ms.")
-    names = _names(options.strategies)
+    single = sizes is not None or options.payload is not None
+    names = [choices()["strategy"]] if single and not options.strategies else _names(options.strategies)
     size = None if options.model_size is None else options.model_size * _SIZES[options.precision]
     links = links_of(options.links) if options.links else {}
     predictor = Predictor(Given(size, options.compute, options.overlap, links))
     typed = any(word.startswith("batch_size=") for word in task_overrides())
     shared = None if size is None or typed else _SAMPLES_PER_LOGICAL_RANK
+    if options.payload is not None:
+        return _payload(predictor, options, names)
     settings = settings_of(cfg, samples_per_logical_rank=shared)
+    if sizes is not None:
+        if (is_weak := options.compute is not None) and shared is None:
+            shared = settings.training.batch_size // settings.logical_ranks
+        curve = Curve(choices()["recipe"] if size is None else f"{options.model_size:g} parameters", is_weak=is_weak)
+        for word in sizes:
+            reasons: dict[str, str] = {}
+            curve.add(word, _strategies(reasons, shared, names, [word]), predictor, reasons)
+        return _curve(curve, options)
     _print(rank_table(settings.cluster, settings.strategy.groups(settings.cluster)))
     cluster = predictor.cluster(settings)
     memory = cluster.device_memory or detected_memory_bytes(cluster)  # before data are loaded
@@ -114,10 +142,10 @@ def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
         _print(*_finish(settings, step_seconds * settings.training.steps, options))
     _print(
         "" if shared else _batch_text(settings),
-        _links_text(cluster, options.links),
+        links_text(cluster, options.links),
         "" if memory is not None else _UNKNOWN,
     )
-    _print(_formula_text(forecasts))
+    _print(formula_text(forecasts))
     _print(*(f"{name}: {why}" for name, why in {**unfitting, **refused}.items()))
     if not shared and (warning := _retuning_text(settings)):
         print(warning, file=sys.stderr)
@@ -169,15 +197,20 @@ def _note(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _strategies(refused: dict[str, str], shared: int | None, names: Sequence[str]) -> Iterator[tuple[str, Settings]]:
-    """Return the run's settings by strategy: defaults for most, the typed options for the chosen one."""
+def _strategies(
+    refused: dict[str, str], shared: int | None, names: Sequence[str], more: Sequence[str] = ()
+) -> Iterator[tuple[str, Settings]]:
+    """Return the run's settings by strategy: defaults for most, the typed options for the chosen one.
+
+    ``more`` are further options, which take the place of typed ones.
+    """
     from worldsize.config.composed import settings_of
 
     typed = task_overrides()
     chosen = next((word.partition("=")[2] for word in typed if word.startswith("strategy=")), "")
     others = [word for word in typed if not word.startswith(("strategy=", "strategy.", "+strategy."))]
     for name in names:
-        words = typed if name == chosen else [*others, f"strategy={name}"]
+        words = [*typed, *more] if name == chosen else [*others, *more, f"strategy={name}"]
         try:
             yield name, settings_of(compose("config", overrides=words), samples_per_logical_rank=shared)
         except WorldsizeError as error:
@@ -186,6 +219,32 @@ def _strategies(refused: dict[str, str], shared: int | None, names: Sequence[str
             if name == chosen:
                 raise
             refused[name] = f"it is broken: {type(error).__name__}: {error}"
+
+
+def _curve(curve: Curve, options: argparse.Namespace) -> int:
+    """Print how the step of each strategy changes over sizes, and write the study if one is asked for."""
+    _note("")
+    _print(*curve.shown(options.knee))
+    if curve.points and options.study is not None:
+        command = shlex.join(["worldsize", "plan", *redacted_arguments(sys.argv[1:])])
+        _print(str(curve.write(options.study, command=command, least=options.knee)))
+    return 0 if curve.points else CONFIG_ERROR
+
+
+def _payload(predictor: Predictor, options: argparse.Namespace, names: Sequence[str]) -> int:
+    """Print the efficiency of each strategy by the bytes of its parameters, and where it falls to the wanted share."""
+    from worldsize.planning.payload import PayloadSweep
+
+    if options.compute is None or options.model_size is not None:
+        raise ConfigError(
+            "--payload varies the parameters beside a computation that stays. Add --compute, e.g. --compute 250ms, and "
+            "leave --model-size out."
+        )
+    refused: dict[str, str] = {}
+    sweep = PayloadSweep(options.payload)
+    sweep.add(_strategies(refused, _SAMPLES_PER_LOGICAL_RANK, names), predictor, refused)
+    _print(*sweep.shown(), *(f"{name}: {why}" for name, why in refused.items()))
+    return 0 if sweep.limits else CONFIG_ERROR
 
 
 def _cost_table(
@@ -245,22 +304,6 @@ def _batch_text(settings: Settings) -> str:
     return f"Global batch: {settings.training.batch_size} samples a step, {settings.logical_ranks} × {each}."
 
 
-def _formula_text(forecasts: Mapping[str, Forecast]) -> str:
-    """Explain which memory estimates come from a strategy's own formula, and why."""
-    reasons: dict[str, list[str]] = {}
-    for name, each in forecasts.items():
-        if each.by_formula:
-            reasons.setdefault(each.by_formula, []).append(name)
-    explained = "; ".join(f"{', '.join(names)}: {why.rstrip('.')}" for why, names in reasons.items())
-    return f"* Memory by the strategy's own formula, without activations. {explained}." if explained else ""
-
-
-def _links_text(cluster: Cluster, file: Path | None) -> str:
-    tiers = {tier: f"{size_text(link.bandwidth)}/s, {1e6 * link.latency:g} µs" for tier, link in cluster.links.items()}
-    origin = f"measured, {file}" if file else f"declared by cluster={cluster.name}"
-    return f"Links ({origin}): {'; '.join(f'{tier} {text}' for tier, text in tiers.items())}."
-
-
 def _retuning_text(settings: Settings) -> str | None:
     """Return what to retune if the newest run of this recipe had another global batch; else None."""
     for run in _runs(settings):
@@ -300,32 +343,3 @@ def _measured_save(run: RunView | None) -> float | None:
 def _measured_restart(run: RunView | None) -> float | None:
     seconds = run.results.get("goodput", {}).get("recover_seconds") if run else None
     return sum(seconds) / len(seconds) if seconds else None
-
-
-# ---------------------------------------------------------------- which rank does what
-
-
-def rank_table(cluster: Cluster, groups: Mapping[str, Sequence[Sequence[int]]]) -> Table:
-    """Build a table of processes: node, and on each axis the coordinate and the ranks of its group."""
-    table = Table("rank", "node", "local rank", *(f"{axis}: ranks" for axis in groups))
-    places = {axis: _places(members) for axis, members in groups.items()}
-    omitted = range(_SHOWN // 2, cluster.processes - _SHOWN // 2) if cluster.processes > _MOST else range(0)
-    for rank in range(cluster.processes):
-        if rank in omitted:
-            if rank == omitted[0]:
-                table.add_row("...")
-            continue
-        node, local = divmod(rank, cluster.processes_per_node)
-        table.add_row(*map(str, (rank, node, local)), *(places[axis].get(rank, "") for axis in groups))
-    return table
-
-
-def _places(groups: Sequence[Sequence[int]]) -> dict[int, str]:
-    shown = ((group, _short(group)) for group in groups)
-    return {rank: f"{place}: {text}" for group, text in shown for place, rank in enumerate(group)}
-
-
-def _short(ranks: Sequence[int]) -> str:
-    """Format ranks at equal distances as "0 8 .. 56"."""
-    even = len({after - before for before, after in pairwise(ranks)}) == 1
-    return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}" if even and len(ranks) > 4 else " ".join(map(str, ranks))

@@ -25,7 +25,7 @@ from worldsize.app import call_composed, exit_process
 from worldsize.config.arguments import whole
 from worldsize.core.limits import Range
 from worldsize.errors import ConfigError
-from worldsize.planning.rehearsal.spans import named, spans
+from worldsize.spans import named, spans
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings

@@ -1,6 +1,7 @@
 """``worldsize scale [OPTION ...] world_sizes=1,2,4,8``: how a step's time falls as processes are added, measured.
 
-Each point is a separate run, started as by train, next to the prediction of plan.
+Each point is a separate run, started as by train, next to the prediction of plan. World sizes may also be shapes of
+nodes x processes of each: world_sizes=1x1,1x2,2x2,4x2.
 """
 
 from __future__ import annotations
@@ -23,11 +24,23 @@ from rich.table import Table
 
 from worldsize.app import exit_process
 from worldsize.app.train import train
+from worldsize.config.arguments import number
 from worldsize.config.compose import choices, compose_and_call
+from worldsize.core.limits import Range
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import refuse
 from worldsize.planning.advice import time_text
-from worldsize.planning.scaling import PHASES, Point, efficiencies, knees, read_timed
+from worldsize.planning.scaling import (
+    PHASES,
+    Point,
+    boundary_text,
+    efficiencies,
+    knees,
+    marginal_text,
+    marginals,
+    predicted_efficiencies,
+    read_timed,
+)
 from worldsize.records.redaction import redacted_arguments
 
 if TYPE_CHECKING:
@@ -50,6 +63,7 @@ class Planned:
     words: tuple[str, ...]
     settings: Settings
     recipe: str
+    on_nodes: str  # ends the name of its run
     predicted: float | None = None
 
 
@@ -61,16 +75,25 @@ def main() -> None:
     parser.add_argument(
         "--mode", choices=("strong", "weak"), default="strong", help="the batch is global, or a process's"
     )
+    parser.add_argument(
+        "--knee",
+        type=number(Range(least=0, most=1)),
+        metavar="SHARE",
+        help="what a further process must add, of the speed of one; default: efficiency x speedup decides the knee",
+    )
+    parser.add_argument(
+        "--one-machine", action="store_true", help="all nodes are this machine, as with worldsize.testing.hosts"
+    )
     parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
     options = parser.parse_intermixed_args()
     try:
-        code = scale(options.overrides, mode=options.mode, links=options.links)
+        code = scale(options)
     except WorldsizeError as error:
         code = refuse(error)
     exit_process(code)
 
 
-def scale(overrides: Sequence[str], *, mode: str, links: Path | None) -> int:
+def scale(options: argparse.Namespace) -> int:
     """Measure every point and print the table; return 0, or the exit code of the first run that failed.
 
     Raises:
@@ -83,25 +106,28 @@ def scale(overrides: Sequence[str], *, mode: str, links: Path | None) -> int:
 
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     command = shlex.join(["worldsize", "scale", *redacted_arguments(sys.argv[1:])])
-    predictor = Predictor(Given(links=links_of(links) if links else {}))
-    points = planned_points(overrides, mode, predictor)
+    links = links_of(options.links) if options.links else {}
+    predictor = Predictor(Given(links=links, one_machine=options.one_machine))
+    points = planned_points(options.overrides, options.mode, predictor)
     first = points[0]
     folder = planned(first.settings.run.root, "scaling", None).path
-    study = {"schema": 1, "recipe": first.recipe, "mode": mode, "command": command}
-    study["cluster"] = {**asdict(predictor.cluster(first.settings)), "processes": None}
+    study = {"schema": 1, "recipe": first.recipe, "mode": options.mode, "command": command}
+    study["cluster"] = {**asdict(predictor.cluster(first.settings)), "processes": None, "nodes": None}
     done: list[Point] = []
-    for number, point in enumerate(points, 1):
-        print(f"{number}/{len(points)}: {point.strategy}, world size {point.world_size}", file=sys.stderr, flush=True)
-        run = folder / point.recipe / f"{point.strategy}_{point.world_size}_{point.accumulation}"
+    for place, point in enumerate(points, 1):
+        print(f"{place}/{len(points)}: {point.strategy}, world size {point.world_size}", file=sys.stderr, flush=True)
+        run = folder / point.recipe / f"{point.strategy}_{point.world_size}_{point.accumulation}{point.on_nodes}"
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
             code = train([*point.words, f"run.root={folder}", f"run.name={run.name}"])
         if code:
             break
         done.append(_measured(point, run))
-        (folder / "scaling.json").write_text(json.dumps({**study, **_outcome(done)}, indent=2) + "\n")
+        (folder / "scaling.json").write_text(json.dumps({**study, **outcome(done, options.knee)}, indent=2) + "\n")
     if done:
         console = Console(width=None if sys.stdout.isatty() else 160)
-        console.print(table(done, title=f"{first.recipe}, {mode} scaling"))
+        console.print(table(done, title=f"{first.recipe}, {options.mode} scaling", least=options.knee))
+        for line in boundary_text(done):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
         console.print(f"{folder / 'scaling.json'}", highlight=False, markup=False, soft_wrap=True)
     return code
 
@@ -119,21 +145,29 @@ def planned_points(overrides: Sequence[str], mode: str, predictor: Predictor) ->
     words = [*(_QUIET if has_epochs else (*_LENGTH, *_QUIET)), *given]
     others = [word for word in words if not word.startswith(("strategy=", "+strategy="))]
     named = {name: [*others, f"strategy={name}"] for name in lists["strategies"]} or {"": words}
-    sizes, counts = (sorted(map(_number, lists[name])) for name in ("world_sizes", "accumulations"))
+    sizes, counts = sorted(map(_shape, lists["world_sizes"])), sorted(map(_number, lists["accumulations"]))
     points = product(named.values(), sizes, counts or [1])
-    return [
-        _point([*words, f"cluster.processes={size}"], size, count, mode, predictor) for words, size, count in points
-    ]
+    return [_point([*words, *_cluster(shape)], shape, count, mode, predictor) for words, shape, count in points]
 
 
-def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predictor: Predictor) -> Planned:
+def _cluster(shape: tuple[int, int]) -> list[str]:
+    """Return the options of a point's cluster; nodes of 0 leave them to the configuration."""
+    size, nodes = shape
+    if not nodes:
+        return [f"cluster.processes={size}"]
+    return [f"cluster.nodes={nodes}", "cluster.processes=null", f"cluster.processes_per_node={size // nodes}"]
+
+
+def _point(words: Sequence[str], shape: tuple[int, int], accumulation: int, mode: str, predictor: Predictor) -> Planned:
     places = []
+    size, nodes = shape
 
     def task(cfg: DictConfig) -> None:
         from worldsize.config.composed import has_own_batches, settings_of
         from worldsize.core import BatchLauncher
 
         own_batches = has_own_batches(cfg)
+        hosts = _first_hosts(cfg, nodes) if nodes else []
         if mode == "weak" and not own_batches:
             cfg.batch_size *= size
         settings = settings_of(cfg)
@@ -151,12 +185,27 @@ def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predic
                 f"steps={settings.training.steps} are too few to tell their spread. Set {_FEWEST} or more."
             )
         batch = "null" if own_batches else settings.training.batch_size
-        shape = (f"batch_size={batch}", f"logical_ranks={settings.logical_ranks}")
-        place = Planned(choices()["strategy"], size, accumulation, (*words, *shape), settings, choices()["recipe"])
+        shared = (f"batch_size={batch}", f"logical_ranks={settings.logical_ranks}")
+        on_nodes = f"_{nodes}" if nodes else ""
+        run = (*words, *hosts, *shared)
+        place = Planned(choices()["strategy"], size, accumulation, run, settings, choices()["recipe"], on_nodes)
         places.append(replace(place, predicted=_predicted(predictor, settings)))
 
     compose_and_call(task, words)
     return places[0]
+
+
+def _first_hosts(cfg: DictConfig, nodes: int) -> list[str]:
+    """Leave the first hosts of a cluster that lists them, one for each node; return the option that says so."""
+    if "hosts" not in cfg.cluster:
+        return []
+    if nodes > len(cfg.cluster.hosts):
+        raise ConfigError(
+            f"world_sizes has a point of {nodes} nodes, and cluster.hosts names {len(cfg.cluster.hosts)}. Name more "
+            "hosts; nothing was started."
+        )
+    cfg.cluster.hosts = list(cfg.cluster.hosts)[:nodes]
+    return [f"cluster.hosts=[{','.join(cfg.cluster.hosts)}]"]
 
 
 def _predicted(predictor: Predictor, settings: Settings) -> float | None:
@@ -172,9 +221,18 @@ def _list(overrides: Sequence[str], name: str) -> list[str]:
     return values[-1].strip("[]").split(",") if values else []
 
 
+def _shape(text: str) -> tuple[int, int]:
+    """Return the processes in all, and the nodes; 0 nodes if ``text`` is a number of processes alone."""
+    nodes, by, each = text.partition("x")
+    return (_number(nodes) * _number(each), _number(nodes)) if by else (_number(text), 0)
+
+
 def _number(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{text!r} is not a number of processes or micro-batches. Write e.g. world_sizes=1,2,4.")
+        raise ConfigError(
+            f"{text!r} is not a number of processes or micro-batches. Write e.g. world_sizes=1,2,4, or "
+            "with nodes x processes of each world_sizes=1x1,1x2,2x2."
+        )
     return int(text)
 
 
@@ -194,27 +252,39 @@ def _measured(point: Planned, run: Path) -> Point:
         samples_per_second=batch_size / timed.step_seconds,
         predicted_seconds=point.predicted,
         run=str(run),
+        nodes=point.settings.cluster.nodes,
     )
 
 
-def _outcome(points: Sequence[Point]) -> dict[str, Any]:
-    rows = [{**asdict(point), "efficiency": share} for point, share in zip(points, efficiencies(points), strict=True)]
-    return {"points": rows, "knee": knees(points)}
+def outcome(points: Sequence[Point], least: float | None) -> dict[str, Any]:
+    """Return what ``scaling.json`` has of measured points; ``least`` is that of :func:`knees`."""
+    predicted: Sequence[float | None] = predicted_efficiencies(points) or [None] * len(points)
+    columns = zip(points, efficiencies(points), predicted, marginals(points), strict=True)
+    rows = [
+        {**asdict(point), "efficiency": share, "predicted_efficiency": expected, "marginal": further}
+        for point, share, expected, further in columns
+    ]
+    return {"points": rows, "knee": knees(points, least=least), "least": least}
 
 
-def table(points: Sequence[Point], *, title: str) -> Table:
+def table(points: Sequence[Point], *, title: str, least: float | None = None) -> Table:
     """Build the table of points; the knee of each strategy is marked."""
-    knee = knees(points)
-    drawn = Table("strategy", "processes", "micro-batches", "step", "spread", *PHASES, title=title)
-    for column in ("samples/s", "efficiency", "predicted", "error"):
+    knee, on_nodes = knees(points, least=least), any(point.nodes > 1 for point in points)
+    shape = ["micro-batches"] if any(point.accumulation > 1 for point in points) else []
+    drawn = Table("strategy", "nodes × each" if on_nodes else "processes", title=title)
+    for column in (*shape, "step", "spread", *PHASES, "samples/s", "efficiency", "marginal", "predicted", "error"):
         drawn.add_column(column)
-    for point, share in zip(points, efficiencies(points), strict=True):
+    expected: Sequence[float | None] = predicted_efficiencies(points) or [None] * len(points)
+    rows = zip(points, efficiencies(points), expected, marginals(points), strict=True)
+    for point, share, foreseen, further in rows:
         bends = point.world_size == knee[point.strategy]
-        cells = [point.strategy, f"{point.world_size}{' (knee)' if bends else ''}", str(point.accumulation)]
+        size = point.shape if on_nodes else str(point.world_size)
+        cells = [point.strategy, f"{size}{' (knee)' if bends else ''}", *([str(point.accumulation)] if shape else [])]
         cells += [time_text(point.step_seconds), f"± {time_text(point.spread_seconds / 2)}"]
         cells += [time_text(point.phases[phase]) if phase in point.phases else "" for phase in PHASES]
-        cells += [f"{point.samples_per_second:,.0f}", f"{share:.0%}"]
+        cells += [f"{point.samples_per_second:,.0f}", f"{share:.0%}", marginal_text(further)]
         if point.predicted_seconds is not None:
-            cells += [time_text(point.predicted_seconds), f"{point.error:+.0%}"]
+            of_that = "" if foreseen is None else f" ({foreseen:.0%})"
+            cells += [f"{time_text(point.predicted_seconds)}{of_that}", f"{point.error:+.0%}"]
         drawn.add_row(*cells, style="bold" if bends else None)
     return drawn

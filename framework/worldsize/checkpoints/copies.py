@@ -16,6 +16,7 @@ from worldsize.checkpoints.tree import split
 from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.collectives.step_timer import wait
 from worldsize.core import StateDict
+from worldsize.devices import synchronize
 
 
 @final
@@ -51,6 +52,7 @@ class ShardCopies:
         number: Number of the membership.
         group: A gloo group of all ranks, in which nothing else communicates while training; None: one process.
         host: Name of this host.
+        part: The part of the data that this rank trains; None: one of its own.
         device: Device of the state.
         before: What the membership before has left; it is kept until the first generation is complete.
         at: Called at named points, at which tests inject faults.
@@ -62,12 +64,13 @@ class ShardCopies:
         group: ProcessGroup | None,
         *,
         host: str,
+        part: int | None = None,
         device: torch.device,
         before: Generation | None = None,
         at: Callable[[str], None] = lambda point: None,
     ) -> None:
         self._at = at
-        self._number, self._group, self._host, self._device = number, group, host, device
+        self._number, self._group, self._place, self._device = number, group, (host, part), device
         self._rank = group.rank() if group else 0
         self._complete: tuple[Generation, _Buffers | None] | None = (before, None) if before else None
         self._flight: tuple[Generation, _Buffers, Work | None] | None = None
@@ -94,7 +97,7 @@ class ShardCopies:
         self._finish()
         tensors, values = split({part: child for part, child in state.items() if part != "strategy"})
         if self._layout is None or self._names != tensors.keys():
-            self._layout, self._names = gathered_layout(tensors, self._group, self._host), set(tensors)
+            self._layout, self._names = gathered_layout(tensors, self._group, *self._place), set(tensors)
             self._free = []
         buffers = self._free.pop() if self._free else _Buffers(self._layout, self._rank, self._device)
         buffers.fill(tensors)
@@ -155,6 +158,8 @@ class _Buffers:
         copied(tensors, self.own)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        else:
+            synchronize(self._device)
 
     def sent(self, group: ProcessGroup) -> Work | None:
         """Start to send this rank's copies to its peer, and to receive those of another."""

@@ -42,11 +42,12 @@ class Piece:
 @final
 @dataclass(frozen=True)
 class Held:
-    """Lists what one rank holds of the state, and names its host."""
+    """Lists what one rank holds of the state, and names its host and its part of the data."""
 
     pieces: Sequence[Piece]
     dtypes: Mapping[str, torch.dtype]
     host: str
+    part: int | None = None  # None: it has one of its own
 
 
 def piece_of(name: str, tensor: Tensor) -> Piece | None:
@@ -78,25 +79,25 @@ def cut(tensor: Tensor, within: Box, part: Box) -> Tensor:
 class Layout:
     """Says who of a group holds which parts of the state, and who keeps them; all ranks make the same one.
 
-    Two ranks keep each part, if possible on two hosts. If several ranks hold it, two of them do, in turns, and nothing
-    is sent; what is small all of them keep. The only rank that holds a part keeps it, and sends a copy to its peer.
+    Two ranks keep each part, if possible on two hosts, and of two parts of the data. If several such ranks hold it, two
+    of them do, in turns, and nothing is sent; what is small all of them keep. The only rank that holds a part keeps it,
+    and sends a copy to its peer; of several that all train one part of the data, one does.
     """
 
     def __init__(self, held: Sequence[Held]) -> None:
         self._dtypes = {name: dtype for each in held for name, dtype in each.dtypes.items()}
         self._hosts = [each.host for each in held]
+        self._parts = [rank if each.part is None else each.part for rank, each in enumerate(held)]
         holders: dict[Piece, list[int]] = {}
         for rank, each in enumerate(held):
             for piece in each.pieces:
                 holders.setdefault(piece, []).append(rank)
-        shared = sorted(
-            (each for each in holders if len(holders[each]) > 1), key=lambda each: (-self.bytes(each), each)
-        )
+        several = {piece for piece, ranks in holders.items() if self._die_apart(ranks)}
+        shared = sorted(several, key=lambda each: (-self.bytes(each), each))
         self._sole: list[list[Piece]] = [[] for _ in held]
         self._kept: list[list[Piece]] = [[] for _ in held]
-        for piece, ranks in holders.items():
-            if len(ranks) == 1:
-                self._sole[ranks[0]].append(piece)
+        for place, piece in enumerate(each for each in holders if each not in several):
+            self._sole[holders[piece][place % len(holders[piece])]].append(piece)
         for place, piece in enumerate(shared):
             for rank in self._keepers(piece, holders[piece], place):
                 self._kept[rank].append(piece)
@@ -147,19 +148,31 @@ class Layout:
         return ranks[first], (elsewhere or others)[0]
 
     def _best_distance(self) -> int:
-        """Return the distance to the peers at which the fewest have theirs on their own host; 0: there is none."""
+        """Return the distance to the peers at which the fewest have theirs on their own host; 0: there is none.
+
+        Of several such distances it is the one at which the fewest train the same part of the data as their peer.
+        """
         size = len(self._hosts)
 
-        def at_home(distance: int) -> int:
-            return sum(self._hosts[rank] == self._hosts[(rank + distance) % size] for rank in range(size))
+        def at_home(distance: int) -> tuple[int, int]:
+            pairs = [(rank, (rank + distance) % size) for rank in range(size)]
+            same_host = sum(self._hosts[rank] == self._hosts[peer] for rank, peer in pairs)
+            return same_host, sum(self._parts[rank] == self._parts[peer] for rank, peer in pairs)
 
         return min(range(1, size), key=at_home, default=0)
 
+    def _die_apart(self, ranks: Sequence[int]) -> bool:
+        """Return whether several ranks hold a part, and do not all train the one part of the data of several."""
+        is_one_part = len({self._parts[rank] for rank in ranks}) == 1 < len(set(self._parts))
+        return len(ranks) > 1 and not is_one_part
 
-def gathered_layout(tensors: Mapping[str, Tensor], group: ProcessGroup | None, host: str) -> Layout:
+
+def gathered_layout(
+    tensors: Mapping[str, Tensor], group: ProcessGroup | None, host: str, part: int | None = None
+) -> Layout:
     """Gather who holds which parts of ``tensors``, of any shapes; all ranks of ``group`` must call it (None: one)."""
     pieces = pieces_of(tensors)
-    own = Held(pieces, {piece.name: tensors[piece.name].dtype for piece in pieces}, host)
+    own = Held(pieces, {piece.name: tensors[piece.name].dtype for piece in pieces}, host, part)
     return Layout(all_of(own, group))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.checkpoints.copies import Generation
-from worldsize.checkpoints.pieces import Piece, all_of, cut, missing_elements, pieces_of
+from worldsize.checkpoints.pieces import Piece, all_of, cut, missing_elements, piece_of, pieces_of
 from worldsize.checkpoints.shards import overlap
 from worldsize.checkpoints.tree import join, ordered_like, split
 from worldsize.checkpoints.validation import Box
@@ -71,14 +71,63 @@ def recovered(template: StateDict, own: Sequence[Generation], group: ProcessGrou
         return None
     key, keepers = _newest_complete([theirs for theirs, _ in gathered])
     kept = next((each for each in own if (each.step, each.number) == key), None)
-    source = min(rank for ranks in keepers.values() for rank in ranks)
-    facts: list[Any] = [(kept.values, kept.skipped) if kept else None]
-    if group is not None:
-        dist.broadcast_object_list(facts, group=group, group_src=source)
-    values, skipped = facts[0]
-    parts = kept.parts if kept else {}
-    _Exchange(group, tensors, parts).run(_transfers(keepers, [needed for _, needed in gathered]))
+    values, skipped = _from_first((kept.values, kept.skipped) if kept else None, keepers, group)
+    targets = {
+        piece: local(tensor).detach()
+        for name, tensor in tensors.items()
+        if (piece := piece_of(name, tensor)) is not None
+    }
+    exchange = _Exchange(group, targets, kept.parts if kept else {})
+    exchange.run(_transfers(keepers, [needed for _, needed in gathered]))
     return Recovered(key[0], skipped, ordered_like(join(values, tensors), template), kept)
+
+
+def handed_over(own: Sequence[Generation], group: ProcessGroup, ranks: int) -> list[Generation]:
+    """Give the first ``ranks`` of ``group``, which go on, what only the others keep of the newest complete generation.
+
+    All ranks must call it.
+
+    Args:
+        own: What this rank keeps, of any membership before.
+        group: A gloo group of all that keep anything.
+        ranks: How many go on.
+
+    Returns:
+        What this rank keeps now.
+
+    Raises:
+        CheckpointError: parts of each generation are lost.
+    """
+    offers = [_Offer(each.step, each.number, each.elements, list(each.parts)) for each in own]
+    gathered: list[Any] = all_of(offers, group)
+    if not any(gathered):
+        return [*own]
+    key, keepers = _newest_complete(gathered)
+    kept = next((each for each in own if (each.step, each.number) == key), None)
+    dtypes = {piece.name: part.dtype for piece, part in kept.parts.items()} if kept else {}
+    known = {name: dtype for theirs in all_of(dtypes, group) for name, dtype in theirs.items()}
+    step, number = key
+    values, skipped, elements = _from_first(
+        (kept.values, kept.skipped, kept.elements) if kept else None, keepers, group
+    )
+    orphans = [piece for piece in sorted(keepers) if min(keepers[piece]) >= ranks]
+    given = [_Transfer(keepers[each][0], place % ranks, each, each, each.box) for place, each in enumerate(orphans)]
+    mine = [each.kept for each in given if each.target == group.rank()]
+    received = {piece: torch.empty(piece.sizes, dtype=known[piece.name]) for piece in mine}
+    before = kept.parts if kept else {}
+    _Exchange(group, received, before).run(iter(given))
+    dist.barrier(group=group)  # those that wait from now on leave the group
+    others = [each for each in own if each is not kept]
+    return [Generation(number, step, skipped, values, elements, {**before, **received}), *others]
+
+
+def _from_first(value: Any, keepers: Mapping[Piece, Sequence[int]], group: ProcessGroup | None) -> Any:
+    """Return the plain value of the first rank that keeps a part."""
+    values = [value]
+    if group is not None:
+        source = min(rank for ranks in keepers.values() for rank in ranks)
+        dist.broadcast_object_list(values, group=group, group_src=source)
+    return values[0]
 
 
 def _newest_complete(offers: Sequence[Sequence[_Offer]]) -> tuple[_Key, Mapping[Piece, list[int]]]:
@@ -149,13 +198,12 @@ def _divided(transfer: _Transfer, most: int) -> Iterator[_Transfer]:
 
 @final
 class _Exchange:
-    """Copies and sends parts of tensors; ``tensors``: those to fill; ``parts``: those that this rank keeps."""
+    """Copies and sends parts of tensors; ``targets``: those to fill; ``parts``: those that this rank keeps."""
 
     def __init__(
-        self, group: ProcessGroup | None, tensors: Mapping[str, Tensor], parts: Mapping[Piece, Tensor]
+        self, group: ProcessGroup | None, targets: Mapping[Piece, Tensor], parts: Mapping[Piece, Tensor]
     ) -> None:
-        self._group, self._parts = group, parts
-        self._targets = {name: local(tensor).detach() for name, tensor in tensors.items() if not tensor.is_meta}
+        self._group, self._parts, self._targets = group, parts, targets
         self._rank, self._size = (group.rank(), group.size()) if group else (0, 1)
 
     def run(self, transfers: Iterator[_Transfer]) -> None:
@@ -208,7 +256,7 @@ class _Exchange:
         return -(-size // _ALIGNED) * _ALIGNED
 
     def _dtype(self, each: _Transfer) -> torch.dtype:
-        kept = self._parts.get(each.kept) if each.source == self._rank else self._targets[each.needed.name]
+        kept = self._parts.get(each.kept) if each.source == self._rank else self._targets[each.needed]
         assert kept is not None
         return kept.dtype
 
@@ -216,4 +264,4 @@ class _Exchange:
         return cut(self._parts[each.kept], each.kept.box, each.box)
 
     def _target(self, each: _Transfer) -> Tensor:
-        return cut(self._targets[each.needed.name], each.needed.box, each.box)
+        return cut(self._targets[each.needed], each.needed.box, each.box)

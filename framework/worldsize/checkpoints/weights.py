@@ -15,6 +15,7 @@ from torch import Tensor
 
 from worldsize.checkpoints.format import MANIFEST, Checkpoint, complete, read, verify
 from worldsize.checkpoints.safetensors import Entry, read_entries
+from worldsize.checkpoints.schedule_free import evaluated_shares
 from worldsize.checkpoints.shards import DTYPES, box_of, overlap, slices_in
 from worldsize.checkpoints.validation import is_shard
 from worldsize.errors import CheckpointError, WorldsizeError, neighbours
@@ -51,7 +52,7 @@ class Weights(ABC):
 
 @final
 class CheckpointWeights(Weights):
-    """The model in a checkpoint of a run.
+    """The model in a checkpoint of a run; of a schedule-free optimizer, the weights that are to be evaluated.
 
     Args:
         checkpoint: The checkpoint.
@@ -66,6 +67,8 @@ class CheckpointWeights(Weights):
         self._entries = {
             name: Entry(name, DTYPES[facts["dtype"]], tuple(facts["shape"])) for name, facts in self._facts.items()
         }
+        self._steps = _part(checkpoint, "optimizer/state/")
+        self._shares = evaluated_shares(checkpoint.values.get("optimizer"))
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -83,11 +86,16 @@ class CheckpointWeights(Weights):
 
     def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
         """Return the part of one tensor that ``place``, a slice per dimension, selects; the rest is not read."""
-        dtype = self._entries[name].dtype
+        weight = self._read(self._facts[name], place)
+        stepped = self._steps.get(f"{name}/z")
+        if stepped is None or name not in self._shares:
+            return weight
+        return weight.lerp(self._read(stepped, place), self._shares[name])  # as the optimizer's eval() does
+
+    def _read(self, facts: Mapping[str, Any], place: tuple[slice, ...]) -> Tensor:
+        dtype = DTYPES[facts["dtype"]]
         wanted = tuple((side.start, side.stop) for side in place)
-        overlaps = [
-            (chunk, overlap(box_of(chunk["offsets"], chunk["sizes"]), wanted)) for chunk in self._facts[name]["chunks"]
-        ]
+        overlaps = [(chunk, overlap(box_of(chunk["offsets"], chunk["sizes"]), wanted)) for chunk in facts["chunks"]]
         parts = [(chunk, box) for chunk, box in overlaps if box is not None]
         if len(parts) == 1:  # one chunk holds the whole part
             (chunk, box), *_ = parts

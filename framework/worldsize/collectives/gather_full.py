@@ -8,7 +8,9 @@ from typing import TypeVar, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from worldsize.collectives.step_timer import wait
 from worldsize.core import World
@@ -101,21 +103,45 @@ def _full(tensor: Tensor, source: int, world: World) -> Tensor:
 
 def whole(tensor: DTensor) -> Tensor:
     """Gather a tensor of any shape in full on all ranks of its mesh."""
-    if tensor.placements == (Shard(0),):
-        return _concatenated(tensor)
-    placements = list(tensor.placements)
-    for axis in range(len(placements)):  # one at a time: torch warns if it has to choose the order of several
-        placements[axis] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
+    own, steps = tensor.to_local(), _steps(tensor)
+    if steps is None:
+        placements = list(tensor.placements)
+        for axis in range(len(placements)):  # one at a time: torch warns if it has to choose the order of several
+            placements[axis] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+        return tensor.to_local()
+    for axis, dimension, size in steps:
+        own = _concatenated(own, dimension, size, tensor.device_mesh.get_group(axis))
+    return own
 
 
-def _concatenated(tensor: DTensor) -> Tensor:
-    """Gather rows, with a wait that ends when the gang does; that of a DTensor itself does not."""
-    group, own = tensor.device_mesh.get_group(), tensor.to_local()
-    rows = -(-len(tensor) // group.size())
-    padded = own.new_zeros(rows, *tensor.shape[1:])
-    padded[: len(own)] = own
-    full = own.new_empty(group.size() * rows, *tensor.shape[1:])
+def _steps(tensor: DTensor) -> list[tuple[int, int, int]] | None:
+    """Return the axes along which to gather, with the dimension of each and its size; None: leave it to torch.
+
+    An axis of a mesh that shards what a later axis has sharded (FSDP and tensor parallelism) comes first.
+    """
+    steps: list[tuple[int, int, int]] = []
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):
+            size, rest = divmod(tensor.shape[placement.dim], int(placement.split_factor))
+            if rest:
+                return None
+            steps.append((axis, placement.dim, size))
+        elif isinstance(placement, Shard):
+            if any(each == placement for each in tensor.placements[:axis]):
+                return None
+            steps.append((axis, placement.dim, tensor.shape[placement.dim]))
+        elif not placement.is_replicate():
+            return None
+    return steps
+
+
+def _concatenated(own: Tensor, dimension: int, size: int, group: ProcessGroup) -> Tensor:
+    """Gather the parts of ranks along a dimension, with a wait that ends when the gang does; a DTensor's does not."""
+    first = own.movedim(dimension, 0)
+    rows = -(-size // group.size())
+    padded = first.new_zeros(rows, *first.shape[1:])
+    padded[: len(first)] = first
+    full = first.new_empty(group.size() * rows, *first.shape[1:])
     wait(dist.all_gather_into_tensor(full, padded, group=group, async_op=True))
-    return full[: len(tensor)]
+    return full[:size].movedim(0, dimension).contiguous()

@@ -6,6 +6,7 @@ ends, gloo tells those who wait for the receipt of a message, but not those whos
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import final
@@ -21,20 +22,24 @@ class Interruption:
 
     def __init__(self) -> None:
         self._check: Callable[[], None] | None = None
+        self._longest = 0.0  # seconds of a wait
         self._unfinished: list[Work] = []
 
-    def begin(self, check: Callable[[], None]) -> None:
-        """Let waits end from now on as soon as ``check`` raises."""
-        self._check = check
+    def begin(self, check: Callable[[], None], *, longest: float) -> None:
+        """Let waits end from now on as soon as ``check`` raises, or after ``longest`` seconds."""
+        self._check, self._longest = check, longest
 
     def wait(self, work: Work) -> None:
-        """Wait for a collective; raise what it raises, or what the check does."""
+        """Wait for a collective; raise what it raises, or what the check does, or RuntimeError if it takes too long."""
         if self._check is None:
             work.wait()
             return
+        begun = time.monotonic()
         while not _has_ended(work):
             try:
                 self._check()
+                if time.monotonic() - begun > self._longest:
+                    raise RuntimeError(f"timed out: a peer has not answered for {self._longest:g} s")
             except Exception:
                 self._unfinished.append(work)
                 raise

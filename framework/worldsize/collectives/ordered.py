@@ -128,8 +128,9 @@ class PartialSums:
 
 
 def _add(sums: list[Tensor], more: list[Tensor]) -> None:
-    if sums:  # torch refuses empty lists
-        torch._foreach_add_(sums, more)
+    for kind in {type(each) for each in sums}:  # torch refuses lists of tensors and DTensors
+        pairs = [pair for pair in zip(sums, more, strict=True) if type(pair[0]) is kind]
+        torch._foreach_add_([each for each, _ in pairs], [each for _, each in pairs])
 
 
 def sum_level(nodes: Sequence[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from worldsize.collectives.codecs import Codec
 from worldsize.collectives.staged import Phases
 from worldsize.collectives.step_timer import wait
+from worldsize.collectives.summation import Summation
 
 Sum = Callable[[Tensor, ProcessGroup], Phases]  # sums a flat tensor (n,); may reuse its memory
 
@@ -105,6 +107,17 @@ def compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tenso
     for columns, sums_pk in codec.pieces(total_pb, count):
         sums_pn[:, columns] = sums_pk
     return _put_back(sums_pn, flat_n)
+
+
+@final
+class Encoded(Summation):
+    """Sums what a codec encodes, see :func:`compressed`."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec, self.keeps_errors = codec, codec.lossy
+
+    def total(self, flat_n: Tensor, group: ProcessGroup, *, error_n: Tensor | None, seed: int) -> Phases:
+        return compressed(flat_n, group, self._codec, error_n)
 
 
 def _in_parts(flat_n: Tensor, count: int) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from worldsize.core import Cluster, Link, Spot
+from worldsize.devices import default_backend
 from worldsize.errors import ConfigError
 
 
@@ -21,7 +22,7 @@ def cluster_of(node: Mapping[str, Any], threads: int | None) -> Cluster:
         nodes=node["nodes"],
         processes=node["processes"],
         device=node["device"],
-        backend=node.get("backend") or ("nccl" if node["device"] == "cuda" else "gloo"),
+        backend=node.get("backend") or default_backend(node["device"]),
         threads=node.get("threads") or threads,
         timeout=node.get("timeout", 600.0),
         interface=node.get("interface"),
@@ -36,6 +37,7 @@ def cluster_of(node: Mapping[str, Any], threads: int | None) -> Cluster:
         spares=node.get("spares", 0),
         peak_flops=node.get("peak_flops"),
         debug=node.get("debug", False),
+        pin=node.get("pin", "none"),
     )
 
 

@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, task_overrides
 from worldsize.config.installed import installed
+from worldsize.config.learning_rate import scaled_lr
 from worldsize.config.search_path import make_importable, roots
 from worldsize.config.settings import Settings, load_settings, logical_ranks_wanted
 from worldsize.config.shape import with_processes
 from worldsize.config.tiers import with_tiers, with_topology
 from worldsize.data.fetch import is_iterable
 from worldsize.data.order import epoch_length, steps_of
+from worldsize.devices import device_count
 from worldsize.errors import ConfigError
 
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]?) ?(step|epoch|sample|token)s?")
@@ -54,13 +56,13 @@ def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None)
     config = _completed(resolved(cfg))
     settings = load_settings(config)
     if cfg.epochs is None and not lengths:
-        return _with_profile_in_run(settings)
+        return _with_profile_in_run(_with_scaled_lr(cfg, settings))
     if cfg.epochs is not None:
         cfg.steps = _steps(settings, epochs=float(cfg.epochs))
     for key, text in lengths.items():
         OmegaConf.update(cfg, key, _length_in_steps(text, settings, key=key))
     # resolved again, since schedules interpolate the number of steps
-    return _with_profile_in_run(load_settings(_completed(resolved(cfg))))
+    return _with_profile_in_run(_with_scaled_lr(cfg, load_settings(_completed(resolved(cfg)))))
 
 
 def has_own_batches(cfg: DictConfig) -> bool:
@@ -106,8 +108,22 @@ def _with_profile_in_run(settings: Settings) -> Settings:
     return settings
 
 
+def _with_scaled_lr(cfg: DictConfig, settings: Settings) -> Settings:
+    """Return the settings with the learning rate that ``cluster.scale_lr`` makes of the typed one.
+
+    Raises:
+        ConfigError: the rule has no meaning for this run.
+    """
+    if settings.run.evaluates is not None or (lr := scaled_lr(settings)) == settings.training.lr:
+        return settings
+    scaled = deepcopy(cfg)
+    scaled.lr = lr
+    return load_settings(_completed(resolved(scaled)))
+
+
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    gpus = torch.cuda.device_count() if config["cluster"]["device"] == "cuda" else 0
+    kind = config["cluster"]["device"] or "cpu"  # null: decided by the number of GPUs, which are other machines'
+    gpus = device_count(kind) if kind != "cpu" else 0
     group = config["run"]["group"] or (sweep_folder() if is_sweep() else choices().get("experiment"))
     places = {"import_path": [str(root) for root in roots()], "packages": [each.module for each in installed()]}
     run = {**config["run"], "group": group, **places}

@@ -13,6 +13,7 @@ from worldsize.world.environments import ENVIRONMENTS
 
 _LARGEST = Range(most=2**63 - 1)  # what tensors and other languages take
 _COUNT = Range(least=1)
+_SHARE = Range(above=0, most=1)
 _PROCESSES = Range(least=0, most=256, hint="so many processes for each worker")
 _INTERVAL = Range(least=0, hint="0: never")
 
@@ -56,18 +57,22 @@ class ClusterSchema:
     For a strategy that heals (``strategy.on_failure=heal``): ``min_processes``, with which it goes on at least, and
     ``spares``: further processes, which wait to take the places of those that die. ``peak_flops``: dense operations a
     second of one process's device, of which the MFU is the share that the model uses (default: that of a known GPU).
-    ``debug``: NCCL and torch tell what they do, in the logs of the processes.
+    ``max_memory``: bytes of memory that one process may hold before an alert says so. ``debug``: NCCL and torch tell
+    what they do, in the logs of the processes. ``pin``: whether each process keeps to the cores and the memory of a
+    NUMA node (numa), or to cores that no other has (exclusive); auto: as numa where there are several such nodes.
     ``tiers``: nodes of a rack, of a pod, ..., by the name of the tier, whose link is ``links.NAME``; or a mapping with
     ``nodes`` and the keys of a link. ``topology``: file that says which switches are above each host, a YAML or Slurm's
     topology.conf; it orders the hosts: with ``placement`` near, those below one switch are neighbours; with spread they
     are taken from the switches in turn, so that the first ranks, such as parameter servers, are below all of them.
+    ``scale_lr``: rule by which ``lr`` follows the samples of an update where these depend on the number of workers,
+    relative to the ``base_batch`` samples for which it was chosen (default: ``batch_size``).
     """
 
     name: str = MISSING
     nodes: Annotated[int, Range(least=1, most=1_000_000)] = 1
     processes: Annotated[int | None, Range(most=1_000_000)] = None
     processes_per_node: Annotated[int | None, Range(least=1, most=4096)] = None
-    device: Annotated[str | None, OneOf("cpu", "cuda")] = "cpu"
+    device: str | None = "cpu"  # any kind of device that torch knows, see worldsize.devices
     backend: str | None = None
     threads: Annotated[int | None, Range(least=1, most=4096)] = None
     timeout: Annotated[float, SECONDS] = 600.0
@@ -83,7 +88,11 @@ class ClusterSchema:
     min_processes: Annotated[int | None, Range(least=1)] = None
     spares: Annotated[int, Range(least=0, most=256)] = 0
     peak_flops: Annotated[float | None, Range(above=0, hint="it is in operations a second")] = None
+    max_memory: Annotated[float | None, Range(above=0, hint="it is in bytes")] = None
     debug: bool = False
+    pin: Annotated[str, OneOf("auto", "none", "numa", "exclusive")] = "auto"
+    scale_lr: Annotated[str, OneOf("none", "linear", "sqrt")] = "none"
+    base_batch: Annotated[int | None, _COUNT] = None
     links: dict[str, LinkSchema] = field(default_factory=dict)
     tiers: dict[str, Any] = field(default_factory=dict)
     topology: Annotated[str | None, FilePath()] = None
@@ -214,14 +223,37 @@ class ShuffleSchema:
 
 
 @dataclass
+class HealthSchema:
+    """The limits beyond which a figure of a node raises an alert, and how often each node is looked at; null: no limit.
+
+    Attributes:
+        every: Seconds between two samples; 0: none.
+        memory: Share of the memory of the node or container in use.
+        swap: Bytes a second between memory and swap space.
+        disk: Share of the run folder's file system in use.
+        temperature: Degrees Celsius of a GPU.
+        network_errors: Errors of the network interfaces in a minute.
+    """
+
+    every: Annotated[float, Range(least=0, most=3600, hint="it is in seconds; 0: none")] = 20.0
+    memory: Annotated[float | None, _SHARE] = 0.95
+    swap: Annotated[float | None, Range(least=0, hint="it is in bytes a second")] = 10e6
+    disk: Annotated[float | None, _SHARE] = 0.95
+    temperature: Annotated[float | None, Range(above=0, hint="it is in degrees Celsius")] = 90.0
+    network_errors: Annotated[float | None, Range(least=0)] = 60.0
+
+
+@dataclass
 class ObserveSchema:
     """The measurements of a run.
 
     Attributes:
         step_breakdown: Whether to measure where each step's time goes, which also finds stragglers.
+        health: What is watched of each node.
     """
 
     step_breakdown: bool = True
+    health: HealthSchema = field(default_factory=HealthSchema)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from worldsize.checkpoints.format import HYPERPARAMETERS
 from worldsize.checkpoints.retention import Retention
-from worldsize.core import Listener, is_split, metric_key, split_of
+from worldsize.core import HealthLimits, Listener, is_split, metric_key, split_of
 from worldsize.data.shuffle import Shuffle
 from worldsize.errors import ConfigError, neighbours
 from worldsize.world.preemption import SIGNALS
@@ -159,6 +159,7 @@ class ObserveConfig:
     """Measurements of a run, and its listeners."""
 
     step_breakdown: bool  # measure where the time of each step goes
+    health: HealthLimits | None  # what is watched of the nodes; None: nothing
     profiled: tuple[int, int] | None  # first and last step that are traced
     listeners: Mapping[str, Callable[..., Listener]]  # by the name used in warnings
 
@@ -168,7 +169,10 @@ class ObserveConfig:
         if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ConfigError(f"profile.steps={steps} must be the first and the last step to trace, e.g. [10,12].")
         profiled = cast("tuple[int, int]", tuple(steps)) if steps else None
-        return ObserveConfig(step_breakdown=config["observe"]["step_breakdown"], profiled=profiled, listeners=listeners)
+        observe = config["observe"]
+        health = dict(observe.get("health") or {"every": 0})  # older runs have none
+        limits = HealthLimits(**health, process_memory=config["cluster"].get("max_memory"))
+        return ObserveConfig(observe["step_breakdown"], limits if limits.every else None, profiled, listeners)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,14 @@ from worldsize.config.sections import (
     RunConfig,
     TrainingConfig,
 )
-from worldsize.config.shape import check_activations, check_autoscale, check_compiles, check_copies, check_heals
+from worldsize.config.shape import (
+    check_activations,
+    check_autoscale,
+    check_compiles,
+    check_copies,
+    check_device,
+    check_heals,
+)
 from worldsize.config.tiers import check_topology
 from worldsize.core import (
     AgentLauncher,
@@ -97,6 +104,7 @@ class Settings:
             save_at_end=self.checkpoint.at_end,
             keeps_best=self.checkpoint.keep.best is not None,
             logical_ranks=self.logical_ranks if self.heals else None,
+            parts=self.peers()[0] if self.heals else None,
             logs_first=self.heals,
             stop_on_nonfinite=self.numerics.nonfinite == "stop",
         )
@@ -110,7 +118,8 @@ class Settings:
         """Return what a launcher needs to start this run, or this examination, in ``folder``."""
         variables = self.determinism.variables()
         ranks, policy = self.logical_ranks, self.autoscaler
-        return Plan(folder, self.cluster, self.roles, variables, logical_ranks=ranks, autoscaler=policy)
+        health = None if self.run.examine or self.run.evaluates else self.observe.health
+        return Plan(folder, self.cluster, self.roles, variables, logical_ranks=ranks, autoscaler=policy, health=health)
 
     def among(self, processes: int) -> Settings:
         """Return the settings of a gang that has ``processes`` members from now on."""
@@ -155,7 +164,9 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     _check_groups(config, allowed)
     numerics = build(config["numerics"], Numerics, allowed=allowed, key="numerics")
     strategy.check_numerics(numerics)
-    check_compiles(numerics, strategy, exact=determinism.mode if determinism.deterministic else None)
+    exact = determinism.mode if determinism.deterministic else None
+    check_compiles(numerics, strategy, exact=exact)
+    check_device(numerics, cluster, exact=exact)
     check_activations(numerics, strategy, cluster)
     roles = strategy.roles(cluster)
     run = RunConfig.of(config["run"])

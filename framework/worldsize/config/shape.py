@@ -22,8 +22,6 @@ def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
         cluster = {**cluster, "device": cluster["device"] or ("cuda" if gpus else "cpu")}
     if nodes < 1:
         raise ConfigError(f"cluster.nodes={nodes} must be 1 or more.")
-    if cluster["device"] not in ("cpu", "cuda"):
-        raise ConfigError(f"cluster.device={cluster['device']!r} is unknown. Known: cpu, cuda.")
     processes = _processes(cluster, nodes, gpus)
     if processes < 1:
         raise ConfigError(f"cluster.processes={processes}: a run needs at least 1 process.")
@@ -40,13 +38,16 @@ def _accelerators(text: str | None) -> int:
     return int(count or 1) if name else 0
 
 
-def check_gpus(processes_per_node: int, gpus: int) -> None:
-    """Raise ConfigError unless each process of this node can have a GPU of its own."""
+def check_gpus(processes_per_node: int, gpus: int, kind: str = "cuda") -> None:
+    """Raise ConfigError unless each process of this node can have a GPU, or device of another ``kind``, of its own."""
+    named = "GPU" if kind == "cuda" else f"{kind} device"
     if gpus == 0:
-        raise ConfigError("cluster.device=cuda, but this machine has no GPU that torch can use. Set cluster=laptop.")
+        raise ConfigError(
+            f"cluster.device={kind}, but this machine has no {named} that torch can use. Set cluster=laptop."
+        )
     if processes_per_node > gpus:
         raise ConfigError(
-            f"{processes_per_node} processes need a GPU each, but this machine has {gpus}. "
+            f"{processes_per_node} processes need a {named} each, but this machine has {gpus}. "
             f"Set cluster.processes={gpus} or fewer."
         )
 
@@ -60,9 +61,9 @@ def _processes(cluster: Mapping[str, Any], nodes: int, gpus: int) -> int:
             "Set one of them."
         )
     if total is None and per_node is None:
-        per_node = gpus if cluster["device"] == "cuda" else 1
-        if cluster["device"] == "cuda":
-            check_gpus(1, gpus)
+        per_node = gpus if cluster["device"] != "cpu" else 1
+        if cluster["device"] != "cpu":
+            check_gpus(1, gpus, cluster["device"])
     return total if total is not None else (per_node or 0) * nodes
 
 
@@ -83,6 +84,31 @@ def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None)
             f"compile_mode={numerics.compile_mode} chooses kernels by their time, which is another one in each run; "
             f"reproducibility={exact} promises the same bits. Set compile_mode=default."
         )
+
+
+def check_device(numerics: Numerics, cluster: Cluster, *, exact: str | None) -> None:
+    """Raise ConfigError if something is wanted that this version knows how to do on CPUs and CUDA alone.
+
+    ``exact``: the reproducibility mode if it promises bits.
+    """
+    if (kind := cluster.device) in ("cpu", "cuda"):
+        return
+    wanted = {
+        f"reproducibility={exact} promises the same bits": (exact, "reproducibility=seeded"),
+        "precision=fp8 needs the kernels of CUDA": (numerics.precision == "fp8", "precision=bf16"),
+        f"compile_mode={numerics.compile_mode} records CUDA graphs": (
+            numerics.compile and numerics.compile_mode in ("reduce-overhead", "max-autotune"),
+            "compile_mode=default",
+        ),
+        "activation_offload=true copies through pinned memory beside CUDA's streams": (
+            numerics.activation_offload,
+            "activation_checkpointing=full and activation_offload=false",
+        ),
+        "cluster.hca is a setting of NCCL": (cluster.hca, "cluster.hca=null"),
+    }
+    for fact, (is_wanted, remedy) in wanted.items():
+        if is_wanted:
+            raise ConfigError(f"{fact}, which is not there for cluster.device={kind}. Set {remedy}.")
 
 
 def check_activations(numerics: Numerics, strategy: Strategy, cluster: Cluster) -> None:
@@ -130,10 +156,12 @@ def check_autoscale(policy: Autoscaler, roles: Mapping[str, Role], cluster: Clus
         )
     if (most := policy.max_processes) is None:
         return
-    if most > logical_ranks:
+    block = max(role.block for role in roles.values())
+    if most > logical_ranks * block:
         raise ConfigError(
-            f"autoscale.max_processes={most}: the run has {logical_ranks} logical ranks, of which each process needs "
-            f"one. Set at most {logical_ranks}, or logical_ranks={most} or more."
+            f"autoscale.max_processes={most}: the run has {logical_ranks} logical ranks, of which "
+            f"{'each process' if block == 1 else f'{block} processes together'} need{'s' * (block == 1)} one. Set at "
+            f"most {logical_ranks * block}, or logical_ranks={-(-most // block)} or more."
         )
     if cluster.processes > most:
         raise ConfigError(

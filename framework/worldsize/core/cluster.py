@@ -11,6 +11,9 @@ if TYPE_CHECKING:  # torch takes seconds, and commands that compute nothing name
     from torch.distributed import ProcessGroup
 
 
+Pinning = Literal["auto", "none", "numa", "exclusive"]
+
+
 @dataclass(frozen=True)
 class Link:
     """One tier of the interconnect. A link of tier "device" or "node" belongs to one rank, "network" to one node.
@@ -54,7 +57,7 @@ class Cluster:
         name: Name of the configuration, such as "ssh".
         nodes: Number of hosts.
         processes: Processes on all nodes together; every node has the same number.
-        device: Device on which processes train.
+        device: Kind of device on which processes train, by torch's name: "cpu", "cuda", "xpu".
         backend: Backend of torch.distributed, such as "gloo" or "nccl".
         threads: Threads of each process; None: the node's cores divided by its processes.
         timeout: Seconds that a process waits for its peers.
@@ -71,12 +74,14 @@ class Cluster:
         spot_market: What nodes of this kind cost and how often they fail on the spot market; None: not known.
         min_processes: Least processes with which a run that heals goes on; None: 1.
         spares: Further processes of a run that heals, which wait to take the places of those that die.
+        pin: Whether a process keeps to the cores and the memory of a NUMA node ("numa") or to a part of these that is
+            its own ("exclusive"); "auto": as "numa" where that helps.
     """
 
     name: str
     nodes: int
     processes: int
-    device: Literal["cpu", "cuda"]
+    device: str
     backend: str
     threads: int | None = None
     timeout: float = 600.0
@@ -92,6 +97,7 @@ class Cluster:
     spares: int = 0
     peak_flops: float | None = None
     debug: bool = False
+    pin: Pinning = "none"
 
     @property
     def processes_per_node(self) -> int:
@@ -112,6 +118,9 @@ class Role:
     """Whether its processes run :meth:`Strategy.serve`, without a process group, instead of training a replica."""
     min_processes: int | None = None
     """Number of processes that must be alive for the run to continue without the dead ones; None: all."""
+    block: int = 1
+    """Processes that together train one part of the data: those of a role that heals train in whole blocks of so many,
+    and those that are too many wait."""
 
 
 @dataclass(frozen=True)

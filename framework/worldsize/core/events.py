@@ -51,6 +51,7 @@ class StepDone:
         tokens_per_second: Tokens of all ranks per second; None: samples have no fixed number of tokens.
         mfu: Model FLOP utilisation: the share of the peak of all devices that the model's forward and backward pass
             use; None: the peak is not known.
+        update_samples: Samples of one update; None: not known.
         splits: For each rank and each measured step, the seconds of data, compute, communication and update; only on
             rank 0.
     """
@@ -73,6 +74,7 @@ class StepDone:
     splits: Sequence[Sequence[Sequence[float]]] = ()
     tokens_per_second: float | None = None
     mfu: float | None = None
+    update_samples: float | None = None
 
     def figures(self) -> dict[str, float]:
         """Return the values that loggers show, by name; values that were not computed or measured are left out."""
@@ -81,6 +83,7 @@ class StepDone:
             "lr": self.lr,
             "grad_norm": self.grad_norm,
             "samples": self.samples,
+            "update_samples": self.update_samples,
             "samples_per_second": self.samples_per_second,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
@@ -137,6 +140,7 @@ class Straggling:
         slower: Slowdown factor: busy time relative to the median of its peers, or the peers' bandwidth relative to that
             of its link.
         since: First step at which the rank was slow.
+        health: What was wrong with its host in that time, in words; empty: nothing, or nothing is known.
     """
 
     step: int
@@ -146,6 +150,32 @@ class Straggling:
     cause: Literal["data", "compute", "network"]
     slower: float
     since: int
+    health: str = ""
+
+
+@dataclass(frozen=True)
+class NodeAlert:
+    """A figure of a node's health is beyond its limit.
+
+    Attributes:
+        node: Index of the node.
+        host: Name of its host.
+        what: The figure: "memory", "process_memory", "swap", "disk", "network", "temperature", "throttled" or "ecc".
+        value: The figure, in the unit of its limit in :class:`HealthLimits`.
+        limit: The limit.
+        rank: Global rank of the process that it is about; None: it is about the node.
+        gpu: The node's GPU that it is about; None: none.
+        detail: What else is known, in words.
+    """
+
+    node: int
+    host: str
+    what: str
+    value: float
+    limit: float
+    rank: int | None = None
+    gpu: int | None = None
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -198,6 +228,8 @@ class MembershipChanged:
         joined: Global ranks of those that are new.
         seconds: Time from the interruption of this process until it goes on.
         asked: Who asked for it ("workers" or "autoscale"), by the global ranks of those that join or leave on request.
+        update_samples: Samples of one update, before and from now on; None: not known.
+        waiting: Global ranks of those that trained, and are too many for whole parts of the data until others join.
     """
 
     step: int
@@ -207,6 +239,23 @@ class MembershipChanged:
     joined: tuple[int, ...]
     seconds: float
     asked: Mapping[int, str] = field(default_factory=dict)
+    update_samples: float | None = None
+    waiting: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TransportFellBack:
+    """The collectives use a slower transport than the cluster declares, such as sockets instead of InfiniBand.
+
+    Attributes:
+        reason: What is used and what is declared, in a sentence, and the remedy.
+        ranks: Number of processes that use each transport: "nvlink", "shm", "ib", "socket".
+        interface: Interface or adapter that the first process uses; None: not known.
+    """
+
+    reason: str
+    ranks: Mapping[str, int]
+    interface: str | None
 
 
 @dataclass(frozen=True)
@@ -232,9 +281,11 @@ Event = (
     | CheckpointSaved
     | CheckpointFailed
     | Straggling
+    | NodeAlert
     | DataWorkersChanged
     | SaveIntervalChanged
     | MembershipChanged
+    | TransportFellBack
     | RunFailed
     | RunEnded
 )

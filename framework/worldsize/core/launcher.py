@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NotRequired, TypedDict
 
 from worldsize.core.autoscaler import Autoscaler
 from worldsize.core.cluster import Cluster, Role
+from worldsize.core.health import HealthLimits
 
 OF_CLUSTER = "worldsize.of_cluster"  # in a field's metadata
 
@@ -41,6 +42,7 @@ class Plan:
         secrets: Further environment variables, which must not be written, shown or put on a command line.
         logical_ranks: Logical ranks of a step, of which each process that trains needs one.
         autoscaler: Policy that changes the number of processes; None: only people do.
+        health: What is watched of the nodes; None: nothing.
     """
 
     run_dir: Path
@@ -51,6 +53,7 @@ class Plan:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     logical_ranks: int = 1
     autoscaler: Autoscaler | None = None
+    health: HealthLimits | None = None
 
     @property
     def world_size(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -174,8 +174,13 @@ class Strategy(ABC):
     """Whether its replicas keep fewer activations (``Numerics.activation_checkpointing``, ``activation_offload``)."""
     serves_rows: ClassVar[bool] = False
     """Whether the rows of embeddings with ``sparse=True`` are on servers, which update them in ways of their own."""
+    divides_lr: ClassVar[bool] = False
+    """Whether the updates of a step share one learning rate, where ``update_parts`` are several."""
     shards_state: ClassVar[bool] = False
     """Whether a process holds state that no other has, of which a gang that heals needs copies."""
+    special_optimizers: ClassVar[Collection[str]] = ()
+    """Which optimizers it trains that most strategies cannot: "adamw_8bit", whose state is in blocks of whole
+    parameters, and "schedule_free", which are evaluated with other weights than they train."""
     reduce: Reduction = "flat"
     """How gradients are summed over logical ranks."""
 
@@ -240,6 +245,13 @@ class Strategy(ABC):
     def data_rank(self, world: World) -> int:
         """Return which part of the data this process trains, counted from 0."""
         return world.rank
+
+    def update_parts(self, cluster: Cluster, logical_ranks: int) -> int | None:
+        """Return into how many updates the samples of a step are divided evenly.
+
+        None: all samples of a step are one update, however many processes there are.
+        """
+        return None
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost | None:
         """Predict the cost of a step of ``work`` on ``cluster``; None: unknown."""

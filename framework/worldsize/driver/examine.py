@@ -11,7 +11,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, TypedDict
 
@@ -19,6 +19,7 @@ import torch
 
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, Plan, Recipe
+from worldsize.devices import device_count
 from worldsize.driver.host_check import facts_of
 from worldsize.errors import WorldsizeError
 from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
@@ -28,8 +29,10 @@ from worldsize.launch.meeting import arrivals, reach
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.port_probe import PortProbe, probe_all
 from worldsize.launch.run_key import read_key
-from worldsize.planning.doctor.findings import read_facts, write_facts
+from worldsize.planning.doctor.evaluate import evaluate
+from worldsize.planning.doctor.findings import REPORT, read_facts, read_findings, write_facts
 from worldsize.records.run_directory import RunDirectory
+from worldsize.strict_json import strict
 from worldsize.world.environments import Node
 from worldsize.world.interfaces import address_towards, interface_of, interfaces
 
@@ -74,7 +77,9 @@ def examine(
         else:
             others, meeting = _meet(run, place, facts, port, waits)
     if place.rank == 0:
-        return _measure(Lead.of(launcher, place, others), plan, run, meeting)
+        code = _measure(Lead.of(launcher, place, others), plan, run, meeting)
+        _report(settings, run)
+        return code
     return Follower(launcher, plan, place, connection).follow() if connection else 1
 
 
@@ -86,7 +91,7 @@ def _facts(settings: Settings, run: RunDirectory, place: Node, port: int) -> dic
         **facts_of(settings.recipe, place),
         "data": _unreadable(settings.recipe),
         "folder": {"path": str(run.path), "error": None, "free": shutil.disk_usage(run.path).free},
-        "devices": torch.cuda.device_count() if settings.cluster.device == "cuda" else 0,
+        "devices": device_count(settings.cluster.device) if settings.cluster.device != "cpu" else 0,
         "first": _first(place, port),
         "interface": _interface(settings.cluster, place),
         "interfaces": interfaces(),
@@ -246,6 +251,25 @@ def _obstacle(place: Node, met: Meeting) -> str | None:
     if failing := [facts["host"] for facts in hosts if facts["interface"]["error"]]:
         return f"{', '.join(failing)} has no such interface"
     return "some hosts do not reach each other" if any(met["unreached"].values()) else None
+
+
+def _report(settings: Settings, run: RunDirectory) -> None:
+    """Leave the report in the run's folder."""
+    cluster = settings.cluster
+    findings = read_findings(run.findings, cluster.nodes)
+    report = evaluate(findings, cluster, needed_bytes=2 * checkpoint_bytes(settings.recipe))
+    with suppress(OSError):  # which the report says, too
+        write_facts(run.findings, REPORT, strict(report.as_json()))
+
+
+def checkpoint_bytes(recipe: Recipe) -> float:
+    """Return the bytes of the weights and of Adam's two moments for each."""
+    try:
+        with torch.device("meta"):
+            model = recipe.model()
+    except RuntimeError:  # the constructor computes with values, which meta tensors lack
+        model = recipe.model()
+    return 3.0 * sum(float(tensor.nbytes) for tensor in model.state_dict().values())
 
 
 def _measure(lead: Lead, plan: Plan, run: RunDirectory, meeting: Meeting) -> int:

@@ -18,6 +18,7 @@ from worldsize.checkpoints.format import complete, step_of
 from worldsize.checkpoints.weights import source_of
 from worldsize.config.compose import choices, is_sweep
 from worldsize.config.composed import lengths_of, settings_of
+from worldsize.config.learning_rate import update_text
 from worldsize.config.objective import Trial, is_search, value_of
 from worldsize.config.settings import Settings
 from worldsize.core import AgentLauncher, BatchLauncher, Launcher, Plan
@@ -107,7 +108,7 @@ def checked(cfg: DictConfig) -> Settings:
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     settings = settings_of(cfg)
     check_trainable(settings.recipe, settings.strategy)
-    check_construction(settings.recipe, settings.strategy, settings.numerics)
+    check_construction(settings.recipe, settings.strategy, settings.numerics, averages=bool(settings.average))
     return settings
 
 
@@ -116,6 +117,7 @@ def _start(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractCo
 
     ``record`` is opened if this process starts the attempts; jobs and agents record their own, under their own lock.
     """
+    _logger.info("%s", update_text(settings))
     try:
         with writing(run):
             return _started(settings, plan, run, record)
@@ -140,7 +142,7 @@ def _show(settings: Settings, plan: Plan) -> int:
         settings.launcher.check(settings.cluster)
     except ConfigError as error:
         _logger.warning("this would be refused here: %s", error)
-    print(settings.launcher.describe(plan))
+    print(f"{settings.launcher.describe(plan)}\n{update_text(settings)}")
     return 0
 
 

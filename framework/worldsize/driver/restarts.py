@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from dataclasses import replace
 
@@ -13,10 +14,12 @@ from worldsize.core import Failure, Launcher, Outcome, Plan
 from worldsize.driver.hints import command_line
 from worldsize.driver.record import with_claim
 from worldsize.errors import RunFolderError
+from worldsize.observe.debug_summary import debug_summary
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, read_result, writing
+from worldsize.world.pinning import pins_here
 
 _logger = logging.getLogger(__name__)
 
@@ -48,6 +51,8 @@ def _run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: Ru
         restarts, failed_at = restarts + 1, step
         _say_restart(failure, f"{restarts} of {launcher.max_restarts}")
     _report(record.directory, outcome, console)
+    if settings.cluster.debug:
+        _logger.info("%s", debug_summary(record.directory, record.attempts[-1].get("transport")))
     return outcome.exit_code
 
 
@@ -59,7 +64,8 @@ def _say_restart(failure: Failure, count: str) -> None:
 
 def _attempt(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord, console: Console) -> Outcome:
     run = record.directory
-    number = record.begin_attempt(launcher.other_hosts, world_size=plan.world_size)
+    pinning = pins_here(plan.cluster, os.environ).describe()
+    number = record.begin_attempt(launcher.other_hosts, world_size=plan.world_size, pinning=pinning)
     settings.strategy.prepare(run.servers(number))
     job = launcher.launch(replace(plan, attempt=number))
     with Progress(run.metrics, settings.training.steps, console):

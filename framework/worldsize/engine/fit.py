@@ -35,6 +35,7 @@ class LoopConfig:
     save_at_end: bool = False
     keeps_best: bool = False  # whether checkpoints are kept by the metrics of their step
     logical_ranks: int | None = None  # those of all ranks if some may have one less than others
+    parts: Sequence[int] | None = None  # then a rank of each data-parallel part, in their order; None: each rank is one
     logs_first: bool = False  # whether the log of a step is exchanged before its update: it is not lost with a process
     stop_on_nonfinite: bool = True  # whether a loss that is NaN or infinite ends the run with an error
 
@@ -131,6 +132,7 @@ def fit(
         timer,
         metrics=TrainingMetrics(first.metrics),
         logical_ranks=config.logical_ranks,
+        parts=config.parts,
     )
     agreement = Agreement(world, callbacks.wants_stop, steps=config.steps)
     loop = _Loop(replica, config, callbacks, window, agreement)

@@ -112,13 +112,21 @@ def means(names: Sequence[str], sums_pn: Tensor) -> dict[str, float]:
     return {name: quotient(total, count) for name, (total, count) in zip(names, totals_m2, strict=True)}
 
 
-def missing(own: int, world: World, logical_ranks: int | None) -> int:
-    """Return how many logical ranks this rank, which has ``own``, has less than the one with most; None: none less."""
-    return 0 if logical_ranks is None else -(-logical_ranks // world.size) - own
+def missing(own: int, parts: int, logical_ranks: int | None) -> int:
+    """Return how many logical ranks this process, which has ``own``, has less than that with most; None: none less.
+
+    ``parts``: data-parallel parts, over which they are dealt.
+    """
+    return 0 if logical_ranks is None else -(-logical_ranks // parts) - own
 
 
 def by_logical_rank(
-    sums: Mapping[str, Tensor], mine: Sequence[int], world: World, *, logical_ranks: int | None = None
+    sums: Mapping[str, Tensor],
+    mine: Sequence[int],
+    world: World,
+    *,
+    logical_ranks: int | None = None,
+    parts: int | None = None,
 ) -> dict[str, list[list[float]]]:
     """Gather the sums and counts of all logical ranks, in their order; every rank must call it.
 
@@ -127,13 +135,14 @@ def by_logical_rank(
         mine: Its logical ranks.
         world: The processes that take part.
         logical_ranks: Those of all processes if some have one less than others.
+        parts: Data-parallel parts, over which they are dealt; None: each process is one.
     """
     if not sums:
         return {}
     names, device = sorted(sums), next(iter(sums.values())).device
     ranks_b1 = torch.tensor(mine, dtype=torch.float64, device=device)[:, None]
     own_bn = torch.cat([ranks_b1, *(sums[name] for name in names)], dim=1)
-    padded_bn = F.pad(own_bn, (0, 0, 0, missing(len(mine), world, logical_ranks)), value=-1.0)
+    padded_bn = F.pad(own_bn, (0, 0, 0, missing(len(mine), parts or world.size, logical_ranks)), value=-1.0)
     rows = start_all_gather(padded_bn, world)().flatten(0, 1).tolist()
     in_order = [row for _, row in sorted({int(rank): row for rank, *row in rows if rank >= 0}.items())]
     return {name: [row[2 * place : 2 * place + 2] for row in in_order] for place, name in enumerate(names)}

@@ -32,6 +32,7 @@ class Window:
     timer: StepTimer | None
     metrics: TrainingMetrics
     logical_ranks: int | None = None  # those of all ranks if some have one less than others; None: all equally many
+    parts: Sequence[int] | None = None  # a rank of each data-parallel part, in their order; None: each rank is one
     _losses: list[Sequence[Tensor]] = field(default_factory=list)
     _waited: float = 0.0  # seconds spent waiting for data
     _mark: float = 0.0  # time at which the step began to wait for its data
@@ -76,7 +77,8 @@ class Window:
         times = torch.tensor([(elapsed - self._waited) / steps, elapsed / steps], dtype=torch.float64)
         losses_sb = torch.stack([loss for losses in self._losses for loss in losses]).double().view(steps, -1)
         own = losses_sb.shape[1]
-        padding = missing(own, self.world, self.logical_ranks)
+        parts = range(self.world.size) if self.parts is None else self.parts
+        padding = missing(own, len(parts), self.logical_ranks)
         names, metrics = self.metrics.take(self.world, padding)
         last_b = F.pad(losses_sb[-1], (0, padding))
         figures = [torch.cat([splits_s4.flatten(), times]), _first_nonfinite(losses_sb), last_b, metrics]
@@ -86,6 +88,7 @@ class Window:
             batch_size=self.batch_size,
             rank=self.world.rank,
             logical_ranks=self.logical_ranks or own * self.world.size,
+            parts=parts,
             steps=steps,
             measured=len(splits_s4),
             metrics=names,
@@ -107,6 +110,8 @@ class LoggedStep:
     rank: int
     logical_ranks: int
     """Logical ranks of all ranks, of which those with a high number may have one less than others."""
+    parts: Sequence[int]
+    """The ranks whose losses and metrics count: one of each data-parallel part."""
     steps: int
     """Number of steps of the window."""
     measured: int
@@ -138,7 +143,7 @@ class LoggedStep:
             skipped: Steps whose update was skipped, since the run began.
         """
         rows_pn = self.gathered()
-        splits, losses = self.measured * _SPLITS, -(-self.logical_ranks // len(rows_pn))
+        splits, losses, parts = self.measured * _SPLITS, -(-self.logical_ranks // len(self.parts)), list(self.parts)
         sizes = [splits, 2, 2, losses, rows_pn.shape[1] - splits - 4 - losses]
         splits_pn, times_p2, nonfinite_p2, losses_pb, metrics_pn = torch.split(rows_pn, sizes, dim=1)
         splits_ps4 = splits_pn.view(len(rows_pn), self.measured, _SPLITS)
@@ -147,8 +152,8 @@ class LoggedStep:
         return StepDone(
             step=self.step,
             samples=self.step * self.batch_size,
-            # rank p has one loss of each full round in which logical ranks are dealt, and perhaps one of the last
-            loss=_logged_loss(nonfinite_p2.tolist(), losses_pb.T.flatten()[: self.logical_ranks].tolist()),
+            # part p has one loss of each full round in which logical ranks are dealt, and perhaps one of the last
+            loss=_logged_loss(nonfinite_p2.tolist(), losses_pb[parts].T.flatten()[: self.logical_ranks].tolist()),
             lr=last.lr,
             grad_norm=None if last.grad_norm is None else float(last.grad_norm),
             skipped=skipped,
@@ -160,7 +165,7 @@ class LoggedStep:
             communication_seconds=communication,
             update_seconds=update,
             exposed_seconds=float(means_p4[:, _COMMUNICATION].min()) if self.measured else None,
-            metrics=means(self.metrics, metrics_pn),
+            metrics=means(self.metrics, metrics_pn[parts]),
             splits=splits_ps4.tolist() if self.measured and self.rank == 0 else (),
         )
 

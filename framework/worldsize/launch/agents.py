@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, final
@@ -21,7 +21,7 @@ from worldsize.launch.gang import Gang
 from worldsize.launch.handshake import Message
 from worldsize.launch.mailbox import Mailbox
 from worldsize.launch.meeting import Door
-from worldsize.launch.node import NodeLauncher, Rendezvous, start_process
+from worldsize.launch.node import NodeLauncher, Rendezvous, health_processes, start_process
 from worldsize.launch.outpost import Outpost
 from worldsize.launch.remote import RemoteHosts
 from worldsize.world.environments import Node
@@ -229,8 +229,11 @@ class Follower:
         rendezvous = _rendezvous(plan, first, port, address_towards(first))
         try:
             outpost = Outpost(partial(start_process, plan, rendezvous), self._messages, self._connection, attempt)
-            if not outpost.run():
-                self._messages.put(None)
+            with ExitStack() as stack:
+                for helper in health_processes(plan, self._node):
+                    stack.enter_context(helper)
+                if not outpost.run():
+                    self._messages.put(None)
         finally:
             shutil.rmtree(rendezvous.folder, ignore_errors=True)
         with suppress(OSError):  # the listening thread detects it, too

@@ -70,7 +70,8 @@ def _body(plan: Plan, parent: int) -> None:
 def ask(policy: Autoscaler, plan: Plan, seconds: float) -> str:
     """Ask the policy once, ``seconds`` after the attempt began, and request what it wants; return what went wrong."""
     sign = RunDirectory(plan.run_dir).control
-    least, most = bounds_of(policy, least=plan.cluster.min_processes, most=plan.logical_ranks)
+    block = max(role.block for role in plan.roles.values())
+    least, most = bounds_of(policy, least=plan.cluster.min_processes, most=plan.logical_ranks * block)
     try:
         state = _state(sign, plan.run_dir, seconds, least, most)
         wanted = policy.wanted(state)

@@ -12,7 +12,8 @@ def receive_exactly(connection: socket.socket, count: int, *, deadline: float) -
     """Receive ``count`` bytes by ``deadline``, in seconds of ``time.monotonic()``.
 
     Raises:
-        OSError: not all bytes arrived in time (TimeoutError), or the peer has disconnected.
+        OSError: not all bytes arrived in time (TimeoutError), or the peer has disconnected, or another thread has
+            closed the connection.
     """
     data = bytearray()
     while len(data) < count:
@@ -36,7 +37,10 @@ def receive_line(connection: socket.socket, *, at_most: int, deadline: float) ->
 
 def _receive_some(connection: socket.socket, at_most: int, deadline: float) -> bytes:
     arrival = select.poll()
-    arrival.register(connection, select.POLLIN)
+    try:
+        arrival.register(connection, select.POLLIN)
+    except ValueError:  # a closed socket has no descriptor
+        raise ConnectionAbortedError("this end closed the connection") from None
     left = deadline - time.monotonic()
     if left <= 0 or not arrival.poll(math.ceil(left * 1000)):
         raise TimeoutError("timed out")

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -40,7 +40,7 @@ class Gang(Job):
 
     ``folder``: private folder of their heartbeats, removed at the end. ``leads``: accept requests to add and remove
     workers, which only the first host does. ``server``: tells the processes of a gang that heals of each other.
-    ``helper``: runs while it accepts such requests.
+    ``helpers``: run beside them until they have ended.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Gang(Job):
         *,
         leads: bool,
         server: MembershipServer | None = None,
-        helper: AbstractContextManager[object] | None = None,
+        helpers: Sequence[AbstractContextManager[object]] = (),
     ) -> None:
         self._members, self._folder, self._graces = members, folder, graces
-        self._server, self._helper = server, helper or nullcontext()
+        self._server, self._helpers = server, helpers
         self._control_sign = run.control if leads else None  # without a sign nobody could find the socket
         self._folder_watch = FolderWatch(run.manifest)
         self._abort = Abort()
@@ -69,7 +69,9 @@ class Gang(Job):
         sign = self._control_sign
         control = Control(self._folder / "control", sign, Resize(self._members, self._server)) if sign else None
         try:
-            with signals, control or nullcontext(), self._helper:
+            with signals, control or nullcontext(), ExitStack() as stack:
+                for helper in self._helpers:
+                    stack.enter_context(helper)
                 self._join(signals, control)
                 if signals.seen and not self._abort.is_requested:
                     self._ask_to_save(signals, control)

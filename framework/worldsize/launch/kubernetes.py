@@ -19,7 +19,7 @@ from worldsize.launch.run_key import read_key, write_key
 from worldsize.launch.templates import filled
 
 _RUN_FILES = "/etc/worldsize/run"
-_FILES = ("config.yaml", "overrides.yaml", "run_manifest.json")
+_FILES = ("config.yaml", "overrides.yaml", "run_manifest.json")  # an examination has only the first
 MANIFESTS = "kubernetes.yaml"
 _PATIENCE = 60.0  # seconds for kubectl
 
@@ -153,7 +153,8 @@ def _files(run: Path) -> dict[str, str]:
     Raises:
         ConfigError: a plugin in the run folder (since the image lacks it) has a file that is not text.
     """
-    paths = [*_FILES, *(file.relative_to(run).as_posix() for file in run.glob("plugins/**/*") if file.is_file())]
+    there = [path for path in _FILES if (run / path).exists()]
+    paths = [*there, *(file.relative_to(run).as_posix() for file in run.glob("plugins/**/*") if file.is_file())]
     try:
         return {path: (run / path).read_text() for path in paths}
     except UnicodeDecodeError as error:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from typing import final
 
 from worldsize.config.shape import check_gpus
 from worldsize.core import Cluster, ConfigError, Job, Launcher, Plan
+from worldsize.devices import device_count
 from worldsize.errors import neighbours
 from worldsize.launch.node import NodeLauncher, Rendezvous
 from worldsize.world.environments import Node
 from worldsize.world.interfaces import missing_interfaces
+from worldsize.world.pinning import Pins, pins_here
 from worldsize.world.roles import role_of
 
 
@@ -28,11 +31,10 @@ class Local(NodeLauncher, Launcher):
     def check(self, cluster: Cluster) -> None:
         if cluster.nodes != 1:
             raise ConfigError(f"the local launcher starts processes on one node; cluster.nodes={cluster.nodes}.")
-        if cluster.device == "cuda":
-            import torch  # takes seconds
-
-            check_gpus(cluster.processes_per_node, torch.cuda.device_count())
+        if cluster.device != "cpu":
+            check_gpus(cluster.processes_per_node, device_count(cluster.device), cluster.device)
         _check_network(cluster)
+        pins_here(cluster, os.environ)
 
     def launch(self, plan: Plan) -> Job:
         return self.start_node(plan, Node(), Rendezvous.alone(plan))
@@ -41,10 +43,22 @@ class Local(NodeLauncher, Launcher):
         lines = [
             f"{plan.world_size} processes on this machine, device {plan.cluster.device}, backend {plan.cluster.backend}"
         ]
+        pins = _pins(plan.cluster)
         for rank in range(plan.world_size):
             role, role_rank = role_of(rank, plan.roles)
             lines.append(f"  [{role} {role_rank}] RANK={rank} python -m worldsize.worker {plan.run_dir}")
+            if pin := pins.of(rank):
+                lines.append(f"    on {pin}")
+        if not pins.processes:
+            lines.append(f"  on any cores: {pins.reason}")
         return "\n".join(lines)
+
+
+def _pins(cluster: Cluster) -> Pins:
+    try:
+        return pins_here(cluster, os.environ)
+    except ConfigError as error:  # the run would be refused
+        return Pins(reason=str(error))
 
 
 def _check_network(cluster: Cluster) -> None:

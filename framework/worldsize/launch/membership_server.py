@@ -22,8 +22,8 @@ class MembershipServer:
     """The roster of one host's gang, and the pipes to its processes.
 
     ``members``: the processes, which have been started; ``patience``: seconds that one has to stop before it counts as
-    hung, and is killed; ``most``: as many processes can train; ``spares``: the last of the processes wait until others
-    die; ``others``: the other hosts, which may come back.
+    hung, and is killed; ``most``: the logical ranks, of which each block of processes needs one; ``spares``: the last
+    of the processes wait until others die; ``others``: the other hosts, which may come back.
     """
 
     def __init__(
@@ -35,9 +35,10 @@ class MembershipServer:
         spares: int = 0,
         others: RemoteHosts | None = None,
     ) -> None:
-        self._members, self._most, self._others = members, most, others
+        self._block = max(role.block for role in members.roles.values())
+        self._members, self._most, self._others = members, most * self._block, others
         ranks = [self._rank(member) for member in members.current]
-        self._roster = Roster(tuple(ranks[: len(ranks) - spares]), self._tell, patience)
+        self._roster = Roster(tuple(ranks[: len(ranks) - spares]), self._tell, patience, self._block)
 
     @property
     def records(self) -> Sequence[MembershipRecord]:
@@ -82,8 +83,9 @@ class MembershipServer:
         """Let ``count`` more than ``training`` train; raise ConfigError if some would have no logical rank."""
         wanted = len(training)
         if wanted + count > self._most:
+            ranks = self._most // self._block
             raise ConfigError(
-                f"the run has {self._most} logical ranks, which {self._most} processes can share at most; {wanted} "
+                f"the run has {ranks} logical ranks, which {self._most} processes can share at most; {wanted} "
                 f"train. Add at most {self._most - wanted}, or start a run with more logical_ranks."
             )
         self._roster.target = wanted + count

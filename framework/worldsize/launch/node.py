@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -23,6 +23,7 @@ from worldsize.launch.members import Member, Members
 from worldsize.launch.membership_server import MembershipServer
 from worldsize.launch.remote import RemoteHosts
 from worldsize.launch.terminal import Terminal
+from worldsize.observe.health.process import HealthProcess
 from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.world.environments import Node, Placement
 from worldsize.world.fork import ready_to_fork
@@ -77,8 +78,10 @@ class NodeLauncher(LaunchMethod):
                 members, patience=cluster.timeout, most=most, spares=cluster.spares, others=others
             )
         leads = node.rank == 0
-        helper = AutoscaleProcess(plan) if leads and plan.autoscaler else None
-        return Gang(run, members, rendezvous.folder, graces, leads=leads, server=server, helper=helper)
+        helpers: list[AbstractContextManager[object]] = health_processes(plan, node)
+        if leads and plan.autoscaler:
+            helpers.append(AutoscaleProcess(plan))
+        return Gang(run, members, rendezvous.folder, graces, leads=leads, server=server, helpers=helpers)
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,11 @@ class Rendezvous:
         local = rank % self.local_size if rank < plan.world_size else joined
         beat = self.folder / f"beat_{rank}"
         return Placement(rank, plan.world_size, local, self.local_size, self.store, plan.attempt, beat, 0, self.address)
+
+
+def health_processes(plan: Plan, node: Node) -> list[AbstractContextManager[object]]:
+    """Return the process that watches the health of this host, unless the run wants none."""
+    return [HealthProcess(plan.run_dir, plan.health, node=node.rank)] if plan.health else []
 
 
 def start_process(plan: Plan, rendezvous: Rendezvous, role: str, rank: int, starts: int) -> Member:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from worldsize.core import MembershipRecord
-from worldsize.world.membership import Membership, Message
+from worldsize.world.membership import NEWCOMER, Membership, Message
 
 _MOST_REPEATS = 3  # memberships of the same members from the same step on: the program itself fails
 
@@ -22,18 +22,20 @@ class Roster:
     leave, it ends once all members have trained a few steps in it. Then every member is told to stop, answers with the
     last step that it has completed, and the next membership begins with those that have answered.
 
-    As many train as ``target`` says, as long as so many live. Further processes that are ready wait as spares, and take
-    the places of those that die.
+    As many train as ``target`` says, as long as so many live, in whole blocks. Further processes that are ready wait as
+    spares, and take the places of those that die. One that trained before hands over what it keeps of the state.
 
     Args:
         members: Global ranks of the processes that train, at first of those with which the gang begins.
         tell: Sends a message to a process, given its global rank.
         patience: Seconds that a member has to stop before it counts as hung.
+        block: The number that train is a multiple of it.
     """
 
     members: tuple[int, ...]
     tell: Callable[[int, Message], None]
     patience: float
+    block: int = 1
     number: int = 0
     """Number of the present membership, or of the last one; 0: none has begun."""
     records: list[MembershipRecord] = field(default_factory=list)
@@ -43,6 +45,7 @@ class Roster:
     """Who has asked for each process that is to join or to leave on request."""
     _stopped: dict[int, int] = field(default_factory=dict)  # the step of each process that waits for the next one
     _leaving: set[int] = field(default_factory=set)
+    _running: list[int] = field(default_factory=list)  # those that the membership needs, and that wait for no other
     _begun: dict[int, bool] = field(default_factory=dict)  # members that train; True: they have trained a few steps
     _lost: dict[int, str] = field(default_factory=dict)  # since the membership began
     _is_complete: bool = False  # a member has trained to the end, and all others have done all steps
@@ -50,6 +53,7 @@ class Roster:
 
     def __post_init__(self) -> None:
         self.target = len(self.members)
+        self._running = list(self.members)
 
     def take(self, rank: int, message: Message) -> None:
         """Take a message of a process."""
@@ -58,6 +62,7 @@ class Roster:
                 self._send_off(rank)
             case {"stopped": int(), "step": int(step)}:
                 self._stopped[rank] = step
+                self._running = [each for each in self._running if each != rank]
                 if rank in self.members:
                     self._end()
             case {"lost": int(number)} if number == self.number and (
@@ -73,11 +78,16 @@ class Roster:
                 self._begun[rank] = True
         self._change()
 
-    def lose(self, rank: int, cause: str) -> None:
-        """Go on without a process that died, of ``cause``."""
-        if rank in self.members:
+    def lose(self, rank: int, cause: str | None) -> None:
+        """Go on without a process that died, of ``cause`` (None: it has left); the others stop if they need it."""
+        if rank in self.members and cause is not None:
             self._lost[rank] = cause
-        self._drop(rank)
+        is_needed = rank in self.members or rank in self._running
+        self._leaving.discard(rank)
+        self._forget(rank)
+        if is_needed:
+            self._end()
+        self._form()
 
     def leave(self, rank: int) -> None:
         """Go on without a process, which ends by itself when it learns that it is no member any more."""
@@ -90,11 +100,10 @@ class Roster:
     def has_ended(self, rank: int) -> None:
         """Record that a process has ended without an error: it has left, or all training is done."""
         if rank in self._leaving or rank not in self.members:
-            self._drop(rank)
+            self.lose(rank, None)
             return
         self._is_complete = True
-        self._stopped.pop(rank, None)
-        self.members = tuple(member for member in self.members if member != rank)
+        self._forget(rank)
         for newcomer in [each for each in self._stopped if each not in self.members]:
             self._send_off(newcomer)
 
@@ -102,7 +111,7 @@ class Roster:
         """Return the members that were told to stop longer ago than ``patience`` and have not answered."""
         if self.seconds_left != 0:
             return []
-        return [rank for rank in self.members if rank not in self._stopped]
+        return [*self._running]
 
     @property
     def seconds_left(self) -> float | None:
@@ -111,18 +120,14 @@ class Roster:
             return None
         return max(0.0, self._since + self.patience - time.monotonic())
 
-    def _drop(self, rank: int) -> None:
-        """Go on without a process that has ended; if it was no member, the membership stays."""
+    def _forget(self, rank: int) -> None:
         self._stopped.pop(rank, None)
-        self._leaving.discard(rank)
-        if rank in self.members:
-            self.members = tuple(member for member in self.members if member != rank)
-            self._end()
-        self._form()
+        self.members = tuple(member for member in self.members if member != rank)
+        self._running = [each for each in self._running if each != rank]
 
     def _send_off(self, rank: int) -> None:
         """Let a process end that waits to join."""
-        self._stopped.pop(rank, None)
+        self._forget(rank)
         self._leaving.discard(rank)
         self.tell(rank, Membership(self.number, ()).message())
 
@@ -130,7 +135,8 @@ class Roster:
         """Return the members of the next membership: those that stay, then newcomers for the places that are free."""
         staying = [rank for rank in self.members if rank not in self._leaving]
         newcomers = [rank for rank in self._stopped if rank not in self.members]
-        return (*staying, *newcomers[: max(0, self.target - len(staying))])
+        able = (*staying, *newcomers[: max(0, self.target - len(staying))])
+        return able[: len(able) // self.block * self.block]
 
     def _change(self) -> None:
         """End the membership if somebody waits to join or to leave and all members have trained; begin the next one."""
@@ -143,13 +149,12 @@ class Roster:
         if self._since is not None:
             return
         self._since = time.monotonic()
-        for rank in self.members:
-            if rank not in self._stopped:
-                self.tell(rank, {"stop": self.number})
+        for rank in self._running:
+            self.tell(rank, {"stop": self.number})
 
     def _form(self) -> None:
         """Begin the next membership if all members of the last one, and at first all processes, have stopped."""
-        if self._since is None or any(rank not in self._stopped for rank in self.members):
+        if self._since is None or self._running:
             return
         members = self._next_members()
         if self._is_complete:
@@ -161,15 +166,18 @@ class Roster:
         self.number, self._since = self.number + 1, None
         changed = {*members, *self.members} - ({*members} & {*self.members})
         asked = {rank: self.asked.pop(rank) for rank in sorted(changed & self.asked.keys())}
-        membership = Membership(self.number, members, steps, dict(self._lost), asked)
+        trained = [rank for rank, step in self._stopped.items() if rank in self.members or step != NEWCOMER]
+        too_many = [rank for rank in trained if rank not in members and rank not in self._leaving]
+        waiting = () if self._is_complete else tuple(too_many)
+        membership = Membership(self.number, members, steps, dict(self._lost), asked, waiting)
         if members:
             self.records.append(_record(membership, self._leaving.intersection(self._stopped), ended))
-        spares = set() if self._is_complete else self._stopped.keys() - {*self.members, *members}
+        spares = set() if self._is_complete else self._stopped.keys() - {*self.members, *members, *waiting}
         for rank in self._stopped.keys() - spares:  # those that leave learn it from the list
             self.tell(rank, membership.message())
         self._leaving.difference_update(self._stopped)
         self._stopped = {rank: step for rank, step in self._stopped.items() if rank in spares}
-        self.members, self._lost = members, {}
+        self.members, self._running, self._lost = members, [*members, *waiting], {}
         self._begun.clear()
 
 

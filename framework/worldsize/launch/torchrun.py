@@ -16,12 +16,13 @@ from worldsize.world.environments import port_of
 @final
 @dataclass(frozen=True)
 class Torchrun(BatchLauncher):
-    """Shows the command for each node: torchrun, or an agent if there are servers."""
+    """Shows the command for each node: torchrun, or an agent if there are servers or ``agents`` are wanted."""
 
     gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)  # each has a process
     first: str = cluster_option("FIRST_HOST")  # address of the first node
     port: Annotated[int | None, PORT] = cluster_option(None)  # at which the nodes meet; None: by the run's id
     max_restarts: Annotated[int, Range(least=0)] = 0  # of torchrun
+    agents: bool = False  # start worldsize's agents instead of torchrun
 
     def write(self, plan: Plan) -> None:
         write_key(plan.run_dir)
@@ -42,8 +43,8 @@ class Torchrun(BatchLauncher):
         return "\n".join(f"# on node {node}\n{command}" for node, command in enumerate(commands))
 
     def _command(self, plan: Plan, node: int) -> list[str]:
-        """Return the command of a node: torchrun, or an agent if there are servers, which torchrun cannot start."""
-        if any(role.serves for role in plan.roles.values()):
+        """Return the command of a node: torchrun, or an agent, as for servers, which torchrun cannot start."""
+        if self.agents or any(role.serves for role in plan.roles.values()):
             place = [
                 f"WORLDSIZE_NODES={plan.cluster.nodes}",
                 f"WORLDSIZE_NODE_RANK={node}",

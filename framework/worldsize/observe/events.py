@@ -15,13 +15,18 @@ from worldsize.core import (
     DataWorkersChanged,
     Event,
     MembershipChanged,
+    NodeAlert,
     SaveIntervalChanged,
     Straggling,
+    TransportFellBack,
 )
 from worldsize.messages import duration
+from worldsize.observe.health.rows import described_alert
 from worldsize.records.json_lines import Row
 
 _logger = logging.getLogger(__name__)
+
+NODE_ALERT = "node_alert"  # the name of the event of a NodeAlert
 
 # keys that an event of each name has for whole numbers
 _NUMBERS = {
@@ -30,6 +35,7 @@ _NUMBERS = {
     "checkpoint_failed": ("step", "in_a_row"),
     "save_interval": ("step", "steps"),
     "membership": ("step", "number"),
+    NODE_ALERT: ("node",),
 }
 
 
@@ -52,6 +58,9 @@ class EventLog:
             case Straggling():
                 _logger.warning("%s", described(event))
                 self._write("straggling", asdict(event))
+            case NodeAlert():
+                _logger.warning("%s", described_alert(asdict(event)))
+                self._write_if_possible(NODE_ALERT, asdict(event))
             case CheckpointFailed():
                 _logger.warning("step %s: %s", event.step, described_failure(asdict(event)))
                 self._write_if_possible("checkpoint_failed", asdict(event))
@@ -64,6 +73,8 @@ class EventLog:
             case MembershipChanged():
                 _logger.warning("after step %s: %s", event.step, described_membership(asdict(event)))
                 self._write("membership", asdict(event))
+            case TransportFellBack():
+                self._write("transport", asdict(event))  # logged where it was found
 
     def _write_if_possible(self, name: str, facts: Mapping[str, Any]) -> None:
         """Write an event of a disk that may take nothing: what it said is in the process's log, too, if that is so."""
@@ -86,12 +97,16 @@ def described(event: Straggling) -> str:
     if event.cause == "network":
         return (
             f"the link of {event.host}, where rank {event.rank} is, carries {1 / event.slower:.0%} of what most do; "
-            f"all have waited for the network since step {event.since} or before."
+            f"all have waited for the network since step {event.since} or before{_in_brackets(event.health)}."
         )
     return (
         f"rank {event.rank} on {event.host} ({event.device}) has been {event.slower - 1:.0%} slower than its peers "
-        f"since step {event.since}: {_CAUSES[event.cause]}."
+        f"since step {event.since}: {_CAUSES[event.cause]}{_in_brackets(event.health)}."
     )
+
+
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
 
 
 def described_failure(row: Mapping[str, Any]) -> str:
@@ -136,6 +151,9 @@ def described_membership(row: Mapping[str, Any]) -> str:
     asked = row.get("asked") or {}
     parts = [f"worker {rank} is lost ({cause})" for rank, cause in lost.items()]
     parts += [f"worker {rank} has joined" for rank in joined]
+    parts += [f"worker {rank} waits for others" for rank in row.get("waiting") or ()]
     parts += [f"asked by {name}" for name in sorted({str(each) for each in asked.values()})]
     took = f" after {duration(seconds)}" if isinstance(seconds, int | float) else ""
-    return f"{'; '.join(parts) or 'workers have left'}; {len(members)} train on{took}"
+    samples = row.get("update_samples")
+    stays = f"; an update still has {samples:g} samples, and lr stays" if isinstance(samples, int | float) else ""
+    return f"{'; '.join(parts) or 'workers have left'}; {len(members)} train on{took}{stays}"

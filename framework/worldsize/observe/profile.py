@@ -20,7 +20,8 @@ def traced(
 ) -> Generator[T]:
     """Yield ``batches`` of the steps after ``first`` unchanged; trace steps ``span[0]`` to ``span[1]`` into ``path``.
 
-    On a GPU, its allocations in these steps are written beside it, with the suffix ``.memory.pickle``.
+    On a GPU, its allocations in these steps are written beside it, with the suffix ``.memory.pickle``; on a CPU, the
+    trace itself has each allocation, as events "[memory]" with the bytes and the total after it.
 
     A step's trace begins when its data are requested, and ends when those of the next step are. Close the iterator to
     write a trace that the end of the run cuts short.
@@ -48,7 +49,7 @@ def peak_device_bytes(device: torch.device) -> dict[str, int]:
 @contextmanager
 def _trace(path: Path, device: torch.device) -> Iterator[None]:
     cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    profiler = profile(activities=[ProfilerActivity.CPU, *cuda])
+    profiler = profile(activities=[ProfilerActivity.CPU, *cuda], profile_memory=not cuda)
     try:
         with profiler, _allocations(path.with_suffix(".memory.pickle")) if cuda else nullcontext():
             yield

@@ -9,7 +9,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import IO, BinaryIO, final
 from worldsize.core import Event, Listener, RunEnded, RunFailed, StepDone
 from worldsize.world.preemption import SIGNALS
 
+Alerts = Callable[[], Iterable[Event]]
 _logger = logging.getLogger(__name__)
 
 _NICENESS = 10  # ranks have priority, but a listener must still start in time if they use every core
@@ -41,6 +42,8 @@ class SubprocessListeners:
         grace: Returns the seconds until a run is killed that failed or was asked to end; it waits no longer.
         lock: Returns the lock file for the listeners of a name in successive attempts of a run: the one of a killed
             attempt continues until it has delivered its events.
+        alerts: Returns the alerts about nodes since its last call, which listeners are told between other events; it
+            is called in their processes.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class SubprocessListeners:
         timeout: float = 120.0,
         grace: Callable[[], float] = lambda: 30.0,
         lock: Callable[[str], Path] | None = None,
+        alerts: Alerts = tuple,
     ) -> None:
         self._timeout, self._grace = timeout, grace
         self._ended = False
@@ -58,7 +62,7 @@ class SubprocessListeners:
         self._processes: list[_ListenerProcess] = []
         for name, make in makers.items():
             place = lock(name) if lock else None
-            self._processes.append(_ListenerProcess(name, make, self._processes, place))
+            self._processes.append(_ListenerProcess(name, make, self._processes, place, alerts))
 
     def __call__(self, event: Event) -> None:
         if self._ended:
@@ -99,7 +103,12 @@ class _ListenerProcess:
     """One listener's process and its pipe for events; ``before``: the listeners forked before it."""
 
     def __init__(
-        self, name: str, make: Callable[[], Listener], before: Sequence[_ListenerProcess], lock: Path | None
+        self,
+        name: str,
+        make: Callable[[], Listener],
+        before: Sequence[_ListenerProcess],
+        lock: Path | None,
+        alerts: Alerts,
     ) -> None:
         self.name = name
         receiver, self.sender = os.pipe()
@@ -108,7 +117,7 @@ class _ListenerProcess:
         self._is_closed = False
         senders = [self.sender, *(each.sender for each in before)]
         self._process = get_context("fork").Process(
-            target=_serve, args=(name, make, receiver, senders, lock), daemon=True
+            target=_serve, args=(name, make, receiver, senders, lock, alerts), daemon=True
         )
         self._process.start()
         os.close(receiver)
@@ -144,7 +153,14 @@ class _ListenerProcess:
         return False
 
 
-def _serve(name: str, make: Callable[[], Listener], receiver: int, senders: Sequence[int], lock: Path | None) -> None:
+def _serve(
+    name: str,
+    make: Callable[[], Listener],
+    receiver: int,
+    senders: Sequence[int],
+    lock: Path | None,
+    alerts: Alerts,
+) -> None:
     """Pass events to the listener, in the forked process."""
     for sender in senders:
         os.close(sender)  # otherwise the end of the training process would go unnoticed
@@ -154,9 +170,11 @@ def _serve(name: str, make: Callable[[], Listener], receiver: int, senders: Sequ
     try:
         with open(receiver, "rb") as events, _turn(lock):
             listener = make()
-            while not isinstance(event := _next(events), RunEnded | RunFailed):
-                listener(event)
-            listener(event)
+            event: Event | None = None
+            while not isinstance(event, RunEnded | RunFailed):
+                event = _next(events)
+                for each in (*alerts(), event):
+                    listener(each)
     except Exception as error:  # any exception: third-party code must not end the training
         _logger.warning("the %s failed and is off for the rest of the run: %s: %s", name, type(error).__name__, error)
 

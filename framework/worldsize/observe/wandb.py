@@ -16,13 +16,17 @@ from worldsize.core import (
     Evaluated,
     Event,
     MembershipChanged,
+    NodeAlert,
     RunEnded,
     RunFailed,
     StepDone,
     Straggling,
+    TransportFellBack,
     logged_name,
 )
 from worldsize.observe.events import described, described_failure, described_membership
+from worldsize.observe.health.rows import described_alert
+from worldsize.observe.health.summary import NodesHealth, health_figures
 
 if TYPE_CHECKING:
     import wandb
@@ -51,6 +55,7 @@ class WandbListener:
         folder: Path,
     ) -> None:
         facts = {"project": project, "id": run_id, "name": run_id, "group": group, "dir": folder}
+        self._health = NodesHealth(folder)
         self._run = _start(mode, **facts, config={**config, "manifest": _facts(manifest)})
         if self._run.settings.mode != "disabled":
             _logger.info("wandb: %s", _place(self._run))
@@ -58,15 +63,20 @@ class WandbListener:
     def __call__(self, event: Event) -> None:
         match event:
             case StepDone():
-                self._run.log({f"train/{name}": value for name, value in event.figures().items()}, step=event.step)
+                figures = {f"train/{name}": value for name, value in event.figures().items()}
+                self._run.log({**figures, **health_figures(self._health.new())}, step=event.step)
             case Evaluated(step=step, metrics=metrics):
                 self._run.log({logged_name(name): value for name, value in metrics.items()}, step=step)
             case Straggling(rank=rank):
                 self._run.alert(f"rank {rank} is slow", described(event), level="WARN")
+            case NodeAlert(what=what, host=host):
+                self._run.alert(f"{host}: {what}", described_alert(asdict(event)), level="WARN")
             case CheckpointFailed(step=step):
                 self._run.alert(f"no checkpoint of step {step}", described_failure(asdict(event)), level="ERROR")
             case MembershipChanged(lost=lost, members=members) if lost:
                 self._run.alert(f"{len(members)} workers go on", described_membership(asdict(event)), level="WARN")
+            case TransportFellBack(reason=reason):
+                self._run.alert("a slower transport than declared", reason, level="WARN")
             case RunEnded(exit_reason="preempted"):
                 self._run.mark_preempting()
                 self._run.finish(exit_code=1)

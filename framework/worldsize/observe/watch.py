@@ -16,6 +16,9 @@ from rich.text import Text
 from worldsize.files import open_regular
 from worldsize.observe.data_waits import waited_share, waiting_text
 from worldsize.observe.events import is_event
+from worldsize.observe.health.rows import HealthRow
+from worldsize.observe.health.summary import NodesHealth, badness
+from worldsize.observe.health.words import COLUMNS, GPU_COLUMNS, cells, gpu_cells
 from worldsize.observe.progress import Tail, by_split, figures
 from worldsize.observe.report.read import number
 from worldsize.observe.report.svg import plain
@@ -27,6 +30,8 @@ from worldsize.records.run_directory import RunDirectory
 
 _EVENTS = 6  # the last ones
 _RANKS = 16  # the slowest, if there are more
+_NODES = 8  # those that deserve a look most, if there are more
+_HEALTH = 5.0  # seconds between two looks at the health of nodes
 _END = 4096  # bytes of a file that hold its last line
 _T = TypeVar("_T")
 
@@ -42,6 +47,7 @@ class Watched:
         new_metrics: the last step and the evaluations since the previous call of look()
         new_events: the events since then
         damaged: lines that could not be read so far
+        health: the last samples of the nodes
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,6 +60,7 @@ class Watched:
         self.new_metrics: list[MetricRow] = []
         self.new_events: list[Row] = []
         self.damaged = 0
+        self.health = NodesHealth(folder, interval=_HEALTH)
 
     def look(self) -> None:
         """Read what was appended to the files, and replace ``new_metrics`` and ``new_events`` with it."""
@@ -116,6 +123,8 @@ def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> Rendera
             {rank: waited_share([row] if row else []) for rank, row in times.items()}, manifest["config"]
         ):
             parts.append(Text(waiting, style="yellow"))
+    if nodes := watched.health.look():
+        parts.append(_nodes(nodes))
     if evaluation := watched.evaluation:
         words = by_split({name: number(value) for name, value in evaluation["metrics"].items()})
         parts.append(Text(f"after step {evaluation['step']}  {plain(words)}"))
@@ -163,6 +172,20 @@ def _ranks(times: Mapping[int, TimingRow], step: StepRow) -> Table:
         table.add_row(str(rank), *cells, "slowest" if is_slowest else "", style="yellow" if is_slowest else None)
     if len(order) > _RANKS:
         table.caption = f"the slowest {_RANKS} of {len(order)}"
+    return table
+
+
+def _nodes(rows: Mapping[int, HealthRow]) -> Table:
+    """List nodes with their health, those that deserve a look most."""
+    shown = sorted(sorted(rows, key=lambda node: -badness(rows[node]))[:_NODES])
+    has_gpus = any(rows[node]["gpus"] for node in shown)
+    table = Table(*COLUMNS, *(GPU_COLUMNS if has_gpus else ()), box=None, pad_edge=False)
+    for node in shown:
+        row = rows[node]
+        texts = [f"{node} {row['host']}", *cells(row), *(gpu_cells(row) if has_gpus else ())]
+        table.add_row(*(Text(plain(each, at_most=80)) for each in texts))
+    if len(rows) > _NODES:
+        table.caption = f"{_NODES} of {len(rows)} nodes"
     return table
 
 

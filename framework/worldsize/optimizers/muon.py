@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal, final
 
 import torch
@@ -102,12 +103,16 @@ class MuonAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for algorithm, kind in _KINDS.items():
-            part = kind([torch.zeros(1, 1)])  # takes the step for this optimizer, whose state is its own
+        for algorithm, part in self._parts.items():
             part.param_groups = [group for group in self.param_groups if group["algorithm"] == algorithm]
-            part.state = self.state
+            part.state = self.state  # which is another one after a load
             part.step()
         return loss
+
+    @cached_property  # not made by the constructor: whoever copies or loads an optimizer calls none
+    def _parts(self) -> Mapping[str, Optimizer]:
+        """The two of torch, which take steps for this optimizer with its groups and its state."""
+        return {algorithm: kind([torch.zeros(1, 1)]) for algorithm, kind in _KINDS.items()}
 
 
 def needs_matrices(optimizer: Optimizer) -> bool:

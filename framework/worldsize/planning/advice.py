@@ -21,11 +21,12 @@ def detected_memory_bytes(cluster: Cluster) -> float | None:
     """Return the memory for one process's tensors on this machine, in bytes: a GPU's, or a share of the RAM.
 
     The share is that of one rank, without the private memory of this process for its imports, which each rank needs
-    too; call it before data are loaded. 0: nothing remains. None: unknown, since there is no GPU, or several nodes.
+    too; call it before data are loaded. 0: nothing remains. None: unknown, since there is no GPU, or several nodes, or
+    another kind of device.
     """
     if cluster.device == "cuda":
         return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.device_count() else None
-    if cluster.nodes > 1:
+    if cluster.nodes > 1 or cluster.device != "cpu":
         return None
     share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cluster.processes_per_node
     return max(0.0, share - _private_bytes())
@@ -117,6 +118,23 @@ def retuning_text(then: int, now: int, lr: float | None, where: str) -> str | No
         f"warning: the global batch is {now}, and was {then} in {where}. The lr of then has to be tuned anew: start "
         f"at {ratio:.3g} × with SGD, {ratio**0.5:.3g} × with Adam; {'no lr' if lr is None else f'lr={lr:g}'} is set."
     )
+
+
+def formula_text(forecasts: Mapping[str, Forecast]) -> str:
+    """Explain which memory estimates come from a strategy's own formula, and why."""
+    reasons: dict[str, list[str]] = {}
+    for name, each in forecasts.items():
+        if each.by_formula:
+            reasons.setdefault(each.by_formula, []).append(name)
+    explained = "; ".join(f"{', '.join(names)}: {why.rstrip('.')}" for why, names in reasons.items())
+    return f"* Memory by the strategy's own formula, without activations. {explained}." if explained else ""
+
+
+def links_text(cluster: Cluster, file: Path | None) -> str:
+    """List the links of a cluster by tier; ``file`` is where they were measured, None: they are declared."""
+    tiers = {tier: f"{size_text(link.bandwidth)}/s, {1e6 * link.latency:g} µs" for tier, link in cluster.links.items()}
+    origin = f"measured, {file}" if file else f"declared by cluster={cluster.name}"
+    return f"Links ({origin}): {'; '.join(f'{tier} {text}' for tier, text in tiers.items())}."
 
 
 def price_per_million(forecast: Forecast, batch_size: int, price_per_hour: float) -> float:

@@ -79,7 +79,7 @@ class _Calibration:
         return Workload(
             parameter_bytes=_bytes(parameters),
             optimizer_bytes=_bytes(
-                value for each in optimizers for kept in each.state.values() for value in kept.values()
+                value for each in optimizers for kept in each.state_dict()["state"].values() for value in kept.values()
             ),
             unit_bytes=max((_bytes(block.parameters()) for block in blocks), default=_bytes(parameters)),
             activation_bytes=activations.largest(self.numerics),

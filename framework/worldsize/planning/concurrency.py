@@ -13,6 +13,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
+from worldsize.devices import synchronize
 from worldsize.world.fork import ready_to_fork
 
 T = TypeVar("T")
@@ -82,8 +83,7 @@ def _seconds(action: Callable[[], object], device: torch.device) -> float:
     """Run ``action`` in all processes at once; return the seconds of the slowest, the same in each."""
     begun = _barriers[0].moment()
     action()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     return _barriers[0].moment() - begun
 
 
@@ -106,5 +106,5 @@ def medians(turns: Iterable[Sequence[Callable[[], object]]], device: torch.devic
 
 
 def first_device(kind: str) -> torch.device:
-    """Return this machine's first device of a ``kind``: "cpu" or "cuda"."""
-    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    """Return this machine's first device of a ``kind``, such as "cpu" or "cuda"."""
+    return torch.device(kind, 0) if kind != "cpu" else torch.device(kind)

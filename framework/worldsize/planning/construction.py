@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from functools import partial
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from worldsize.config.instantiate import described_failure
 from worldsize.core import ConfigError, MultiUpdateRecipe, Numerics, Recipe, Strategy
-from worldsize.optimizers.refused import refuse_breaking
+from worldsize.optimizers.refused import check_schedule_free, check_special, refuse_breaking
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.alone import train_state_of
+from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.recomputed import check_passes
 from worldsize.strategies.sparse_steps import check_sparse_steps
+from worldsize.strategies.train_state import TrainState
 
 _logger = logging.getLogger(__name__)
 
@@ -36,10 +42,13 @@ def check_trainable(recipe: Recipe, strategy: Strategy) -> None:
     strategy.check_recipe(recipe)
 
 
-def check_construction(recipe: Recipe, strategy: Strategy, numerics: Numerics | None = None) -> None:
+def check_construction(
+    recipe: Recipe, strategy: Strategy, numerics: Numerics | None = None, *, averages: bool = False
+) -> None:
     """Build the model, its optimizers and their schedules on the meta device, where tensors take no memory.
 
     Then check that ``strategy`` supports them, and that ``numerics`` suit the model (None: the default ones do).
+    ``averages``: whether the run averages weights.
 
     A failure is repeated on the CPU, where every process builds the model. Only the same failure on both is an error
     here; one that may be due to this host or the device is left to the processes.
@@ -49,10 +58,11 @@ def check_construction(recipe: Recipe, strategy: Strategy, numerics: Numerics | 
             ``strategy``.
     """
     numerics = numerics or Numerics()
-    failed = _failure(recipe, strategy, numerics, "meta")
+    failure = partial(_failure, recipe, strategy, numerics, averages)
+    failed = failure("meta")
     if failed is None or not _is_certain(failed):
         return
-    again = _failure(recipe, strategy, numerics, "cpu")
+    again = failure("cpu")
     if again is None or (type(again), str(again)) != (type(failed), str(failed)):
         _logger.debug("the recipe can be built on the CPU alone: %s", failed)
         return
@@ -64,19 +74,26 @@ def check_construction(recipe: Recipe, strategy: Strategy, numerics: Numerics | 
     ) from again
 
 
-def _failure(recipe: Recipe, strategy: Strategy, numerics: Numerics, device: str) -> Exception | None:
+def _failure(recipe: Recipe, strategy: Strategy, numerics: Numerics, averages: bool, device: str) -> Exception | None:
     try:
         with generators_kept(), torch.device(device):  # the training processes are forked from this one
             model = recipe.model()
             check_passes(recipe, model, numerics, serves_rows=strategy.serves_rows)
-            for optimizer in train_state_of(recipe, model).optimizers:
+            for optimizer, schedule in _parts(train_state_of(recipe, model)):
                 refuse_breaking(optimizer)
+                check_special(optimizer, strategy=type(strategy).__name__, trained=strategy.special_optimizers)
+                check_schedule_free(optimizer, model, schedule, averages=averages)
                 strategy.check_built(recipe, model, optimizer)
                 if not strategy.serves_rows:
                     check_sparse_steps(model, optimizer)
     except Exception as error:  # any exception: recipes are user code
         return error
     return None
+
+
+def _parts(state: TrainState | MultiTrainState) -> Iterator[tuple[Optimizer, LRScheduler | None]]:
+    for part in state.parts.values() if isinstance(state, MultiTrainState) else (state,):
+        yield part.optimizer, part.schedule
 
 
 def _is_certain(error: Exception) -> bool:

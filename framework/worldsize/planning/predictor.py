@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import final
 
-import torch
-
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, ConfigError, Link, Workload
 from worldsize.data.order import Order
+from worldsize.devices import device_count
 from worldsize.planning.absent_peers import check_alone
 from worldsize.planning.calibrate import calibrate
 from worldsize.planning.construction import check_trainable
@@ -56,6 +55,10 @@ class Predictor:
     def __init__(self, given: Given) -> None:
         self._given = given
         self._measured: dict[tuple[int, int, int], Workload] = {}
+
+    def with_parameters(self, parameter_bytes: float) -> Predictor:
+        """Return a predictor of a model of ``parameter_bytes`` bytes, with the other facts of this one."""
+        return Predictor(replace(self._given, parameter_bytes=parameter_bytes))
 
     def cluster(self, settings: Settings) -> Cluster:
         """Return the cluster of the settings, with measured links in place of declared ones if there are any."""
@@ -124,19 +127,19 @@ class Predictor:
 
     def _device(self, cluster: Cluster) -> str:
         """Return the device on which the recipe takes its steps; any device if their time is given."""
-        if cluster.device != "cuda" or torch.cuda.device_count():  # this process can still fork after that
+        if cluster.device == "cpu" or device_count(cluster.device):  # this process can still fork after that
             return cluster.device
         if self._given.compute_seconds is None:
             raise ConfigError(
-                "the recipe's steps cannot be timed here: cluster.device=cuda, and this machine has no GPU that torch "
-                "can use. Give --compute, e.g. --compute 250ms."
+                f"the recipe's steps cannot be timed here: cluster.device={cluster.device}, and this machine has none "
+                "that torch can use. Give --compute, e.g. --compute 250ms."
             )
         return "cpu"
 
     def _at_once(self, settings: Settings) -> int:
         """Return the number of processes that compute concurrently on one machine."""
         cluster, workers = settings.cluster, settings.roles["worker"].processes
-        if cluster.device == "cuda" or self._given.compute_seconds is not None:
+        if cluster.device != "cpu" or self._given.compute_seconds is not None:
             return 1
         if self._given.one_machine or cluster.nodes == 1:
             return workers

@@ -25,6 +25,7 @@ class Attempt(TypedDict):
         world_size: The number of its processes.
         pid: Process id of the launching process.
         job: The scheduler's job that it ran in.
+        pinning: The cores and the memory of each process of the launching host, or why they are not pinned.
         transport: The transports that collectives used.
         memberships: Who trained from which step on, in a gang that heals.
     """
@@ -42,5 +43,6 @@ class Attempt(TypedDict):
     world_size: int
     pid: int
     job: NotRequired[Any]
+    pinning: NotRequired[Any]
     transport: NotRequired[Any]
     memberships: NotRequired[Sequence[MembershipRecord]]

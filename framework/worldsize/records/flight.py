@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from worldsize.messages import printable
 from worldsize.strict_json import parse
@@ -12,6 +14,9 @@ from worldsize.strict_json import parse
 _AT_MOST = 1 << 20  # bytes of one file
 _RANKS = 16  # most ranks that a message names
 _FRAMES = 4  # most frames of a stack that a message shows
+_MOST_FRAMES = 16  # most frames of a stack that a page shows
+_FILES = 1024  # most files that are read
+_NAME = re.compile(r"(?P<role>[a-z_]+)_(?P<rank>\d{5,7})\.flight(?:_before_\d+)?\.json", re.ASCII)
 
 
 def flight_file(log: Path) -> Path:
@@ -19,11 +24,62 @@ def flight_file(log: Path) -> Path:
     return log.with_suffix(".flight.json")
 
 
+def collectives_file(log: Path) -> Path:
+    """Return the file beside the ``log`` of a process that counts its collectives, with ``cluster.debug``."""
+    return log.with_suffix(".collectives.json")
+
+
+def collectives_of(log: Path) -> dict[str, tuple[int, int]]:
+    """Return how many collectives the process with this ``log`` has begun and completed, by process group."""
+    counts = _read(collectives_file(log)) or {}
+    pairs = {group: pair for group, pair in counts.items() if isinstance(pair, list) and len(pair) == 2}
+    return {group: (int(begun), int(ended)) for group, (begun, ended) in pairs.items() if _are_counts(begun, ended)}
+
+
+def _are_counts(*values: Any) -> bool:
+    return all(isinstance(each, int) for each in values)
+
+
+def earlier_flight_file(log: Path, attempt: int) -> Path:
+    """Return where the file of an earlier attempt goes when ``attempt`` begins."""
+    return log.with_suffix(f".flight_before_{attempt}.json")
+
+
 def hang_report(logs: Sequence[Path]) -> str:
     """Return what the processes with these ``logs`` did when their gang hung, some lines each; "" if none wrote it."""
     records = [(log.stem, record) for log in logs if (record := _read(flight_file(log))) is not None]
     lines = [line for name, record in records[:_RANKS] for line in _lines(name, record)]
     return "\n".join(["when the gang hung:", *lines]) if lines else ""
+
+
+@final
+@dataclass(frozen=True)
+class HungProcess:
+    """One process of a gang that hung."""
+
+    attempt: int
+    role: str
+    rank: int
+    doing: str
+    """The collective in which it waits, or the last one that it began; in words."""
+    waits: bool
+    """Whether it waits in a collective."""
+    stack: tuple[str, ...]
+    """Frames of its main thread, the innermost last."""
+
+
+def hung_processes(folder: Path) -> list[HungProcess]:
+    """Return what processes wrote into the ``folder`` of logs when their gang hung, in any attempt, by rank."""
+    paths = ((path, _NAME.fullmatch(path.name)) for path in sorted(folder.rglob("*.flight*.json"))[:_FILES])
+    processes = []
+    for path, name in paths:
+        if name and (record := _read(path)) is not None:
+            attempt = record.get("attempt")
+            number = attempt if isinstance(attempt, int) else 0
+            stack = tuple(printable(str(frame)) for frame in _list(record.get("stack"))[-_MOST_FRAMES:])
+            waits = bool(_list(record.get("waiting")))
+            processes.append(HungProcess(number, name["role"], int(name["rank"]), _doing(record), waits, stack))
+    return sorted(processes, key=lambda each: (each.attempt, each.role, each.rank))
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:
@@ -36,13 +92,20 @@ def _read(path: Path) -> Mapping[str, Any] | None:
 
 
 def _lines(name: str, record: Mapping[str, Any]) -> list[str]:
-    waiting, last, stack = (record.get(key) for key in ("waiting", "last", "stack"))
-    if isinstance(waiting, list) and waiting:
-        what = f"waits in {_told(waiting[0])}"
-    else:
-        what = f"waits in no collective; it began {_told(last)} last" if last else "began no collective"
-    frames = stack[-_FRAMES:] if isinstance(stack, list) else []
-    return [f"  {name} {what}", *(f"    {printable(str(frame))}" for frame in frames)]
+    frames = _list(record.get("stack"))[-_FRAMES:]
+    return [f"  {name} {_doing(record)}", *(f"    {printable(str(frame))}" for frame in frames)]
+
+
+def _doing(record: Mapping[str, Any]) -> str:
+    """Say in which collective the process of a ``record`` waits, or which one it began last."""
+    if waiting := _list(record.get("waiting")):
+        return f"waits in {_told(waiting[0])}"
+    last = record.get("last")
+    return f"waits in no collective; it began {_told(last)} last" if last else "began no collective"
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _told(entry: Any) -> str:

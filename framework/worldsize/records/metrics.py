@@ -29,6 +29,7 @@ _OPTIONAL = (
     "exposed_seconds",
     "tokens_per_second",
     "mfu",
+    "update_samples",
 )
 
 
@@ -46,6 +47,7 @@ class StepRow(TypedDict):
     samples_per_second: float
     tokens_per_second: NotRequired[JsonNumber]
     mfu: NotRequired[JsonNumber]
+    update_samples: NotRequired[float]
     metrics: NotRequired[dict[str, JsonNumber]]
     facts: NotRequired[dict[str, Any]]
 

@@ -76,9 +76,13 @@ class RunDirectory:
         """The file with the step breakdown of one worker, a JSON line for each measured step."""
         return _of_rank(self.path / "timing", rank) / f"worker_{rank:05d}.jsonl"
 
+    def health(self, node: int) -> Path:
+        """The file with the health of one node, a JSON line for each sample."""
+        return _of_rank(self.path / "health", node) / f"node_{node:05d}.jsonl"
+
 
 def _of_rank(folder: Path, rank: int) -> Path:
-    """Return the folder below ``folder`` for the files of a rank: every thousand ranks after the first has its own."""
+    """Return the folder below ``folder`` for the files of a rank or node: each thousand after the first has its own."""
     return folder / f"{rank // _RANKS * _RANKS:05d}" if rank >= _RANKS else folder
 
 

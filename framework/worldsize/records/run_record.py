@@ -208,8 +208,8 @@ class RunRecord:
             write_configuration(self.directory, config=config, overrides=overrides)
             self._write(manifest)
 
-    def begin_attempt(self, others: Sequence[str], *, world_size: int) -> int:
-        """Record that an attempt begins, on this host and ``others``; return its number."""
+    def begin_attempt(self, others: Sequence[str], *, world_size: int, pinning: Manifest | None = None) -> int:
+        """Record that an attempt begins, on this host and ``others``, with its ``pinning``; return its number."""
         attempt: Attempt = {
             "number": len(self.attempts) + 1,
             "start": _now(),
@@ -226,6 +226,8 @@ class RunRecord:
         }
         if job := job_of(os.environ):
             attempt["job"] = job
+        if pinning:
+            attempt["pinning"] = pinning
         self._attempt = attempt
         _reserve(self.directory)
         self._write({**self.manifest, "attempts": [*self.attempts, self._attempt]})

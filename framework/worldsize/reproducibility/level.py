@@ -10,7 +10,10 @@ if TYPE_CHECKING:  # it imports torch, for which those who only read a level do 
     from worldsize.reproducibility.determinism import Determinism
 
 LEVELS = ("none", "tolerance", "same-topology bitwise", "bitwise")
-NOT_TRAINED = ("run", "launch", "launcher", "logger", "listeners", "checkpoint", "allow_targets", "faults", "autoscale")
+NOT_TRAINED = (
+    *("run", "launch", "launcher", "logger", "listeners", "observe", "checkpoint", "allow_targets", "faults"),
+    "autoscale",
+)
 _NOT_COMPUTED = (*NOT_TRAINED, "strategy", "cluster", "reproducibility")
 
 
@@ -60,9 +63,14 @@ def resume_downgrades(manifest: Mapping[str, Any]) -> list[Downgrade]:
                 reasons.append(Downgrade("none", reason))
             elif key.startswith(_DECIDE_BITS):
                 reasons.append(Downgrade("tolerance", reason))
-            elif key.startswith(_DECIDE_SUMS) and not is_ordered:
+            elif key.startswith(_DECIDE_SUMS) and (not is_ordered or _divides_layers_anew(key, then, now)):
                 reasons.append(Downgrade("tolerance", f"{reason}, and sums depend on it"))
     return reasons
+
+
+def _divides_layers_anew(key: str, then: Any, now: Any) -> bool:
+    """Return whether a key says among how many ranks a layer or the chain of layers is divided, and has changed."""
+    return key in ("strategy.tensor", "strategy.pipeline") and (then or 1) != (now or 1)
 
 
 def _memberships(manifest: Mapping[str, Any]) -> Iterator[Downgrade]:
@@ -138,6 +146,10 @@ def _machine(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterato
     then, now = (manifest["determinism"].get("order", 1) for manifest in (original, present))
     if orders_differ(then, now, original):
         yield Downgrade("tolerance", f"order of samples: {then} then, {now} now")
+    for key in ("tensor", "pipeline"):  # no order of sums over logical ranks makes up for it
+        then, now = (manifest["config"].get("strategy", {}).get(key) for manifest in (original, present))
+        if _divides_layers_anew(f"strategy.{key}", then, now):
+            yield Downgrade("tolerance", f"strategy.{key}: {then or 1} then, {now or 1} now, and sums depend on it")
     if original["determinism"]["reduce"] == "ordered":
         return
     for what, path in _DECIDES_SUMS.items():

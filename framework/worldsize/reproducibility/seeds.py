@@ -2,8 +2,8 @@
 
 Purposes in use: ``init`` (model initialisation, the same on every rank), ``order`` (epoch),
 ``data`` (step, logical rank; augmentation and data workers; without both, what the recipe draws while it makes its
-data), ``pass`` (number, reader; what a stream draws when it begins), ``step`` (step, logical rank; dropout) and
-``evaluation/SPLIT`` (step; then batch).
+data), ``pass`` (number, reader; what a stream draws when it begins), ``step`` (step, logical rank; dropout),
+``sparse`` (step, bucket; which gradients are sent) and ``evaluation/SPLIT`` (step; then batch).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from worldsize.devices import is_accelerator
+
 
 def stream(seed: int, purpose: str, *indices: int) -> int:
     """Return the 63-bit seed of one stream: BLAKE2b of the run's seed, the purpose and the indices."""
@@ -27,7 +29,7 @@ def stream(seed: int, purpose: str, *indices: int) -> int:
 
 
 def seed_generators(value: int, device: torch.device) -> None:
-    """Seed Python, NumPy, torch on the CPU and, on CUDA, this process's device.
+    """Seed Python, NumPy, torch on the CPU and, if it is another, this process's device.
 
     Sets torch's generators directly: ``torch.manual_seed`` costs 90 µs, this about 8 µs.
     """
@@ -36,6 +38,8 @@ def seed_generators(value: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(value)
+    elif is_accelerator(device):
+        torch.get_device_module(device).manual_seed(value)
 
 
 @final
@@ -46,21 +50,27 @@ class GeneratorStates:
     python: Any
     numbers: Any
     torch_cpu: Tensor
-    torch_cuda: Tensor | None
+    torch_device: Tensor | None  # of an accelerator
 
     @staticmethod
     def of(device: torch.device) -> GeneratorStates:
         """Return the current states; ``device``: of this process."""
-        cuda = torch.cuda.default_generators[device.index].get_state() if device.type == "cuda" else None
-        return GeneratorStates(random.getstate(), numpy.random.get_state(), torch.default_generator.get_state(), cuda)
+        own = None
+        if device.type == "cuda":
+            own = torch.cuda.default_generators[device.index].get_state()
+        elif is_accelerator(device):
+            own = torch.get_device_module(device).get_rng_state()
+        return GeneratorStates(random.getstate(), numpy.random.get_state(), torch.default_generator.get_state(), own)
 
     def restore(self, device: torch.device) -> None:
         """Set the generators to these states."""
         random.setstate(self.python)
         numpy.random.set_state(self.numbers)
         torch.default_generator.set_state(self.torch_cpu)
-        if self.torch_cuda is not None:
-            torch.cuda.default_generators[device.index].set_state(self.torch_cuda)
+        if self.torch_device is not None and device.type == "cuda":
+            torch.cuda.default_generators[device.index].set_state(self.torch_device)
+        elif self.torch_device is not None:
+            torch.get_device_module(device).set_rng_state(self.torch_device)
 
 
 @contextmanager
@@ -68,7 +78,7 @@ def generators_kept(device: torch.device | None = None) -> Iterator[None]:
     """Restore the states of all random generators after the context.
 
     Args:
-        device: that of this process, whose generator counts on CUDA too; None: the CPU.
+        device: that of this process, whose generator counts too; None: the CPU.
     """
     device = device or torch.device("cpu")
     states = GeneratorStates.of(device)

@@ -29,6 +29,9 @@ class BucketHook(ABC):
         """Whether the hook keeps state for each bucket, so that DDP must form its buckets before the first step."""
         return False
 
+    def begin(self, step: int) -> None:  # noqa: B027 - most sum in each step alike
+        """Prepare to sum the gradients of ``step``, counted from 1."""
+
     @abstractmethod
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Return the mean over processes of the bucket's buffer, of the same shape (n,)."""
@@ -82,6 +85,8 @@ class AllReduceReducer(GradientReducer):
         self._is_settled = not isinstance(self._module, DistributedDataParallel)
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
+        if self._hook is not None:
+            self._hook.begin(batches[0].step)
         if not self._is_settled:
             self._settle(partial(backward, batches[-1]))
         losses, scale = [], self._size / (self._logical_ranks or len(batches) * self._size)

@@ -1,4 +1,7 @@
-"""DDP hook for hierarchical and compressed gradients, see :mod:`worldsize.collectives.reductions`."""
+"""DDP hook for hierarchical and compressed gradients.
+
+See :mod:`worldsize.collectives.reductions` and :mod:`worldsize.collectives.sparse`.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +16,46 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.codecs import Codec
 from worldsize.collectives.per_rank import local_row, stack_per_rank
-from worldsize.collectives.reductions import all_reduced, compressed, hierarchical
+from worldsize.collectives.reductions import all_reduced, hierarchical
 from worldsize.collectives.staged import Phases, Staged
+from worldsize.collectives.summation import Summation
 from worldsize.core import StateDict, World
+from worldsize.reproducibility.seeds import stream
 from worldsize.strategies.all_reduce_reducer import BucketHook
 from worldsize.strategies.tiers import Tiers
 
 
 @final
 class CompressedHook(BucketHook):
-    """Sends sums as ``codec`` encodes them (None: uncompressed); with ``tiers`` only sums of the last tier.
+    """Computes sums by ``summation`` (None: uncompressed); with ``tiers`` only sums of the last tier.
 
-    The error of a lossy codec is added to the next message (error feedback).
+    What a message leaves out is added to the next one (error feedback). Random choices follow from the run's ``seed``,
+    the step and the bucket.
     """
 
-    def __init__(self, module: DistributedDataParallel, world: World, codec: Codec | None, tiers: Tiers | None) -> None:
-        self._world, self._codec, self._tiers = world, codec, tiers
+    def __init__(
+        self,
+        module: DistributedDataParallel,
+        world: World,
+        summation: Summation | None,
+        tiers: Tiers | None,
+        *,
+        seed: int = 0,
+    ) -> None:
+        self._world, self._summation, self._tiers = world, summation, tiers
+        self._seed, self._step = seed, 0
         self._staged = Staged()
         self._errors: Errors | None = None
-        if codec and codec.lossy:
+        if summation and summation.keeps_errors:
             self._errors = Errors(module, tiers.shares if tiers else 1)
 
     @property
     def has_bucket_memory(self) -> bool:
         return self._errors is not None
+
+    def begin(self, step: int) -> None:
+        self._step = step
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         flat = bucket.buffer().div_(self._world.size)  # before encoding, since the range of float16 is small
@@ -52,10 +69,11 @@ class CompressedHook(BucketHook):
         return add(flat, self._world.group)
 
     def _sum(self, flat: Tensor, group: ProcessGroup, *, bucket: int) -> Phases:
-        if self._codec is None:
+        if self._summation is None:
             return all_reduced(flat, group)
         error = self._errors.of(bucket, flat.numel()) if self._errors else None
-        return compressed(flat, group, self._codec, error)
+        seed = stream(self._seed, "sparse", self._step, bucket)
+        return self._summation.total(flat, group, error_n=error, seed=seed)
 
     def settle(self, discarded_pass: Callable[[], None]) -> None:
         before = self._errors.now.clone() if self._errors else None

@@ -16,6 +16,7 @@ from worldsize.core import (
     ConfigError,
     Cost,
     MultiUpdateRecipe,
+    Numerics,
     Range,
     Recipe,
     Reduction,
@@ -33,6 +34,7 @@ from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
 from worldsize.strategies.reducers import (
     Compression,
+    CompressionKind,
     compressed_reducer,
     gradient_reducer,
     interruptible_reducer,
@@ -50,8 +52,10 @@ class DDP(Strategy):
 
     ``reduce``: "flat" is torch's all-reduce, "ordered" gives the same bits at every world size, "hierarchical" sums
     inside nodes first, so that with G ranks per node 1/G of a rank's bytes cross the network;
-    ``compress``: gradients are sent as "bf16", "fp16", "int8" with error feedback, or by "powersgd" of rank
-    ``powersgd_rank`` (Vogels et al. 2019, arXiv 1905.13727); with "hierarchical" only across nodes;
+    ``compress``: gradients are sent as "bf16", "fp16", "int8" with error feedback, by "powersgd" of rank
+    ``powersgd_rank`` (Vogels et al. 2019, arXiv 1905.13727), or only some of them: the largest ("topk"), or some that
+    are drawn in each step ("randomk", which may do without ``error_feedback``); with "hierarchical" only across nodes;
+    ``density``: the share of the numbers that "topk" and "randomk" send;
     ``bucket_mb``: size in MiB of the gradient buckets that are all-reduced as soon as they are full;
     ``find_unused_parameters``: allow models in which some parameters get no gradient in a step;
     ``on_failure``: what a dead process means: all start again from the last checkpoint ("restart"), or the others
@@ -64,9 +68,12 @@ class DDP(Strategy):
     trains_multi_update = True
     compiles = True
     recomputes = True
+    special_optimizers = ("adamw_8bit", "schedule_free")
 
-    compress: Compression = "none"
+    compress: CompressionKind = "none"
     powersgd_rank: Annotated[int, Range(least=1)] = 4
+    density: Annotated[float, Range(above=0, most=1)] = 0.01
+    error_feedback: bool = True
     bucket_mb: Annotated[float, MEBIBYTES] = 25.0
     find_unused_parameters: bool = False
     on_failure: OnFailure = "restart"
@@ -80,12 +87,42 @@ class DDP(Strategy):
             )
         if self.reduce == "ordered" and self.compress != "none":
             raise ConfigError(
-                f"strategy.compress={self.compress} rounds sums differently at each world size, which "
-                "strategy.reduce=ordered (reproducibility=elastic) forbids. Set one of them."
+                f"strategy.compress={self.compress} {'leaves out' if self._is_sparse else 'rounds off'} other parts of "
+                "sums at each world size, which strategy.reduce=ordered (reproducibility=elastic) forbids. Set one of "
+                "them."
+            )
+        if not self.error_feedback and self.compress != "randomk":
+            raise ConfigError(
+                f"strategy.error_feedback=false: what strategy.compress={self.compress} sends is not right on average, "
+                "and what it leaves out would be lost. Set strategy.error_feedback=true, or strategy.compress=randomk."
+            )
+
+    @property
+    def _is_sparse(self) -> bool:
+        return self.compress in ("topk", "randomk")
+
+    def check_numerics(self, numerics: Numerics) -> None:
+        if self._is_sparse and self.error_feedback and numerics.precision == "fp16":
+            raise ConfigError(
+                f"strategy.compress={self.compress} adds what it leaves out to later gradients, and precision=fp16 "
+                "scales gradients differently from step to step. Set precision=bf16, or strategy.compress=bf16."
             )
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
+        if self.compress == "topk":
+            self._check_density(cluster)
         return worker_roles(cluster, self.on_failure)
+
+    def _check_density(self, cluster: Cluster) -> None:
+        """Refuse messages that are longer than uncompressed ones: a rank gets those of all others, with indices."""
+        by_node = self.reduce == "hierarchical" and cluster.nodes > 1
+        senders, kind = (cluster.nodes, "nodes") if by_node else (cluster.processes, "ranks")
+        if senders * self.density > 1 and senders > 1:
+            raise ConfigError(
+                f"strategy.compress=topk gathers numbers and their indices from {senders} {kind}: with "
+                f"strategy.density={self.density:g} that is more than all numbers uncompressed. Set strategy.density "
+                f"to at most 1/{senders}, or strategy.compress=randomk."
+            )
 
     def check_recipe(self, recipe: Recipe) -> None:
         if isinstance(recipe, MultiUpdateRecipe) and (self.compress != "none" or self.reduce == "hierarchical"):
@@ -100,7 +137,14 @@ class DDP(Strategy):
         """Return the cost of a step; None with PowerSGD, whose bytes depend on the shape of each matrix."""
         if self.compress == "powersgd":
             return None
-        return ddp_cost(work, cluster, reduce=self.reduce, compress=self.compress, bucket_mb=self.bucket_mb)
+        return ddp_cost(
+            work,
+            cluster,
+            reduce=self.reduce,
+            compress=self.compress,
+            density=self.density,
+            bucket_mb=self.bucket_mb,
+        )
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
@@ -110,7 +154,7 @@ class DDP(Strategy):
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         module = replicated(model, world, **options) if world.size > 1 else model
         logical_ranks = context.logical_ranks if self.on_failure == "heal" else None  # else all have equally many
-        sums = self._reducer(module, world, logical_ranks)
+        sums = self._reducer(module, context, logical_ranks)
         return SynchronousReplica(
             recipe,
             context,
@@ -120,18 +164,24 @@ class DDP(Strategy):
             logical_ranks=logical_ranks,
         )
 
-    def _reducer(self, module: nn.Module, world: World, logical_ranks: int | None) -> GradientReducer:
+    def _reducer(self, module: nn.Module, context: RunContext, logical_ranks: int | None) -> GradientReducer:
+        world = context.world
         if not isinstance(module, DistributedDataParallel):
             return gradient_reducer(self.reduce, module, None, logical_ranks)
         if self.on_failure == "heal":
             return interruptible_reducer(self.reduce, module, world, logical_ranks)
-        return compressed_reducer(self.reduce, self.compress, module, world, powersgd_rank=self.powersgd_rank)
+        compression = Compression(self.compress, self.powersgd_rank, self.density, self.error_feedback)
+        return compressed_reducer(self.reduce, compression, module, world, seed=context.seed)
 
 
-def worker_roles(cluster: Cluster, on_failure: OnFailure) -> Mapping[str, Role]:
-    """Return the processes of a strategy in which all train, and which may go on without those that die."""
+def worker_roles(cluster: Cluster, on_failure: OnFailure, block: int = 1) -> Mapping[str, Role]:
+    """Return the processes of a strategy in which all train, and which may go on without those that die.
+
+    ``block``: those that train one part of the data together.
+    """
     if on_failure == "heal":
-        return {"worker": Role(cluster.processes, restart="heal", min_processes=cluster.min_processes)}
+        least = cluster.min_processes if block == 1 else -(-(cluster.min_processes or 1) // block) * block
+        return {"worker": Role(cluster.processes, restart="heal", min_processes=least, block=block)}
     return {"worker": Role(processes=cluster.processes)}
 
 

@@ -24,13 +24,16 @@ from worldsize.cost.collectives import bucketed_exposed_seconds
 SIZES = {"bf16": 0.5, "fp16": 0.5, "int8": 0.25 + 1 / 1024}
 
 
-def ddp_cost(work: Workload, cluster: Cluster, *, reduce: Reduction, compress: str, bucket_mb: float) -> Cost:
+def ddp_cost(
+    work: Workload, cluster: Cluster, *, reduce: Reduction, compress: str, density: float, bucket_mb: float
+) -> Cost:
     """Return the cost of a step whose buckets, of ``bucket_mb`` MiB, are reduced during the backward pass.
 
-    ``compress`` saves bytes on all links, or with ``reduce="hierarchical"`` only between nodes. Small gradients on CPUs
-    are gathered rather than reduced, see :mod:`worldsize.collectives.gathered`.
+    ``compress`` saves bytes on all links, or with ``reduce="hierarchical"`` only between nodes; ``density`` is the
+    share of the numbers that "topk" and "randomk" send. Small gradients on CPUs are gathered rather than reduced, see
+    :mod:`worldsize.collectives.gathered`.
     """
-    sums = _Sums(work.parameter_bytes, cluster, reduce, compress)
+    sums = _Sums(work.parameter_bytes, cluster, reduce, compress, density)
     payload = work.parameter_bytes
     sent, leaving = sums.sent_bytes()
     hidden = bucketed_exposed_seconds(payload, bucket_mb * 2**20, work.overlap * work.compute_seconds, sums.seconds)
@@ -52,6 +55,7 @@ class _Sums:
     cluster: Cluster
     reduce: Reduction
     compress: str
+    density: float
 
     def sent_bytes(self) -> tuple[float, float]:
         """Return the bytes that a rank sends in a step, and those that leave its node."""
@@ -72,11 +76,20 @@ class _Sums:
             return all_gather_all_seconds(payload_bytes * self.cluster.processes, self.cluster)
         if self._is_exchanged:
             return exchanged_all_seconds(payload_bytes * self._factor, self.cluster)
+        if self.compress == "topk":
+            return all_gather_all_seconds(2 * payload_bytes * self._factor, self.cluster)
         return all_reduce_seconds(payload_bytes * self._factor, self.cluster)
 
     @property
     def _factor(self) -> float:
-        """Bytes sent per byte of float32."""
+        """Bytes sent per byte of an all-reduce in float32.
+
+        A number of "topk" brings an index of as many bytes, and all of them come from each rank rather than their sum.
+        """
+        if self.compress == "randomk":
+            return self.density
+        if self.compress == "topk":
+            return self.density * (self.cluster.nodes if self._is_by_node else self.cluster.processes)
         return SIZES.get(self.compress, 1.0)
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from worldsize.core import EvaluationBatch, Precision, Recipe, Replica, RunContext, StateDict
 from worldsize.metrics.collector import MetricCollector
+from worldsize.optimizers.schedule_free import evaluated_weights
 from worldsize.reproducibility.seeds import generators_kept, seed_generators
 from worldsize.strategies.compiled import COMPILATIONS
 from worldsize.strategies.gradient_reducer import GradientReducer
@@ -101,7 +102,7 @@ class ModelReplica(Replica):
         self._fp16_share: Tensor | None = None  # scale of a summed loss in float16, agreed on for each gradient
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
-        with self._autocast():
+        with evaluated_weights(self.train_state.optimizers), self._autocast():
             collector = collected_metrics(self.recipe, self.model, batches, device=self.world.device, call=self._call)
         return collector.reduce(self.world)
 

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from worldsize.core import ConfigError, MultiUpdateRecipe, StateDict
 from worldsize.errors import neighbours
 from worldsize.optimizers.names import named_by
+from worldsize.optimizers.schedule_free import begin_training
 from worldsize.strategies.train_state import OptimizerState, TrainState
 
 
@@ -103,6 +104,8 @@ def optimizers_of(recipe: MultiUpdateRecipe, model: nn.Module) -> Mapping[str, O
         raise ConfigError(f"{kind}.optimizers returned no mapping of names to optimizers. Return {{name: optimizer}}.")
     if not optimizers:
         raise ConfigError(f"{kind}.optimizers returned no optimizer. Return at least one, as {{name: optimizer}}.")
+    for each in optimizers.values():
+        begin_training(each)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: dict[int, str] = {}
     for name, optimizer in optimizers.items():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, final
 
 import torch.distributed as dist
 from torch import nn
@@ -11,6 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.collectives.codecs import CODECS
 from worldsize.collectives.gathered import is_small
+from worldsize.collectives.reductions import Encoded
+from worldsize.collectives.sparse import RandomK, TopK
+from worldsize.collectives.summation import Summation
 from worldsize.core import Reduction, World
 from worldsize.strategies.all_reduce_reducer import AllReduceReducer, GatherHook
 from worldsize.strategies.compressed_hook import CompressedHook
@@ -19,7 +23,26 @@ from worldsize.strategies.ordered_reducer import OrderedReducer
 from worldsize.strategies.powersgd_hook import PowerSGDHook
 from worldsize.strategies.tiers import Tiers
 
-Compression = Literal["none", "bf16", "fp16", "int8", "powersgd"]
+CompressionKind = Literal["none", "bf16", "fp16", "int8", "powersgd", "topk", "randomk"]
+
+
+@final
+@dataclass(frozen=True)
+class Compression:
+    """Describes how gradients are compressed, by the options of :class:`~worldsize.strategies.ddp.DDP`."""
+
+    kind: CompressionKind
+    powersgd_rank: int
+    density: float
+    error_feedback: bool
+
+    def summation(self) -> Summation | None:
+        """Return how a bucket is summed; None: uncompressed."""
+        if self.kind == "topk":
+            return TopK(self.density)
+        if self.kind == "randomk":
+            return RandomK(self.density, keeps_errors=self.error_feedback)
+        return Encoded(CODECS[self.kind]) if self.kind in CODECS else None
 
 
 def gradient_reducer(
@@ -47,12 +70,15 @@ def interruptible_reducer(
 
 
 def compressed_reducer(
-    reduce: Reduction, compress: Compression, module: DistributedDataParallel, world: World, *, powersgd_rank: int
+    reduce: Reduction, compression: Compression, module: DistributedDataParallel, world: World, *, seed: int
 ) -> GradientReducer:
-    """Make the reducer over ``world`` that compresses sums; with "hierarchical", only those of the last tier."""
+    """Make the reducer over ``world`` that compresses sums; with "hierarchical", only those of the last tier.
+
+    ``seed`` is that of the run.
+    """
     tiers = Tiers.of(world) if reduce == "hierarchical" else None
-    if compress == "powersgd":
-        return AllReduceReducer(module, PowerSGDHook(module, world, rank=powersgd_rank, tiers=tiers))
-    if compress == "none" and tiers is None:
+    if compression.kind == "powersgd":
+        return AllReduceReducer(module, PowerSGDHook(module, world, rank=compression.powersgd_rank, tiers=tiers))
+    if compression.kind == "none" and tiers is None:
         return gradient_reducer(reduce, module, world.group)
-    return AllReduceReducer(module, CompressedHook(module, world, CODECS.get(compress), tiers))
+    return AllReduceReducer(module, CompressedHook(module, world, compression.summation(), tiers, seed=seed))

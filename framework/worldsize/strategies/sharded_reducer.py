@@ -145,12 +145,7 @@ class OrderedShardReducer(GradientReducer):
         assert world.group is not None
         self._model, self._world, self._buffers, self.dealing = model, world, buffers, dealing
         self._logical_ranks = logical_ranks
-        units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-        self._scatters = [_OrderedScatter(name, _Exchange(world.group, copies), dealing) for name in units]
-        for module, scatter in zip(units.values(), self._scatters, strict=True):
-            module.set_custom_reduce_scatter(scatter)
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+        self._scatters = OrderedScatters(model, world.group, copies, dealing)
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         size, is_block = self._world.size, self.dealing == "block"
@@ -160,23 +155,18 @@ class OrderedShardReducer(GradientReducer):
         order = [leaf for node in range(nodes) for leaf in tree.leaves(node)]
         with self._buffers.step(len(batches)) as buffers:
             if _is_one_short(batches, logical_ranks, size):
-                self._begin(nodes, 0, logical_ranks)
+                self._scatters.begin(nodes, 0, logical_ranks=logical_ranks)
                 backward(batches[0], 0.0)
                 buffers.restore()
                 self._model.zero_grad()
-            self._begin(nodes, len(batches), logical_ranks)
+            self._scatters.begin(nodes, len(batches), logical_ranks=logical_ranks)
             for place, leaf in enumerate(order, 1):
                 losses[leaf] = backward(batches[leaf], 1.0)
                 buffers.add(leaf)
-                for scatter in self._scatters:
-                    scatter.check(place)
+                self._scatters.check(place)
                 if place < len(order):
                     self._model.zero_grad()  # removes shards of zeros
         return [losses[leaf] for leaf in range(len(batches))]
-
-    def _begin(self, nodes: int, micro_batches: int, logical_ranks: int) -> None:
-        for scatter in self._scatters:
-            scatter.begin(nodes, micro_batches, logical_ranks=logical_ranks)
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         """Clip by the norm of full gradients, gathered one at a time, and return it, a scalar.
@@ -196,6 +186,39 @@ def _is_one_short(batches: Sequence[MicroBatch], logical_ranks: int, ranks: int)
 def _clipped(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor) -> Tensor:
     nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm
+
+
+@final
+class OrderedScatters:
+    """The reduce-scatters of all units of ``model``, in the fixed tree.
+
+    ``group``: the ranks that train it; ``copies``: those with the same shards (None: there is one copy).
+    """
+
+    def __init__(
+        self, model: nn.Module, group: ProcessGroup, copies: ProcessGroup | None = None, dealing: Dealing = "cyclic"
+    ) -> None:
+        units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        self._scatters = [_OrderedScatter(name, _Exchange(group, copies), dealing) for name in units]
+        for module, scatter in zip(units.values(), self._scatters, strict=True):
+            module.set_custom_reduce_scatter(scatter)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+    def begin(self, nodes: int, micro_batches: int, *, logical_ranks: int) -> None:
+        """Begin a step in which this rank adds up its micro-batches in ``nodes`` nodes; without any it adds nothing."""
+        for scatter in self._scatters:
+            scatter.begin(nodes, micro_batches, logical_ranks=logical_ranks)
+
+    def check(self, micro_batches: int) -> None:
+        """Raise ConfigError if a unit had gradients in some of the step's ``micro_batches``, but not in all."""
+        for scatter in self._scatters:
+            scatter.check(micro_batches)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Partial sums, of any shapes, that all units keep between two micro-batches."""
+        return [tensor for scatter in self._scatters for tensor in scatter.kept]
 
 
 @final
@@ -222,6 +245,11 @@ class _OrderedScatter(ReduceScatter):
         """Raise ConfigError if the unit had gradients in some of the step's ``micro_batches``, but not in all."""
         if self._taken not in (0, micro_batches):
             raise self._incomplete(micro_batches)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Sums, of any shapes, of the nodes that are complete, and partial ones of that in progress."""
+        return [*self._sums, *(tensor for tensors in self._counter.waiting for tensor in tensors)]
 
     def _incomplete(self, micro_batch: int) -> ConfigError:
         return ConfigError(
@@ -254,7 +282,7 @@ class _OrderedScatter(ReduceScatter):
 
     def _add(self, leaf: Tensor) -> None:
         self._taken += 1
-        known = [*self._sums, *(tensor for tensors in self._counter.waiting for tensor in tensors)]
+        known = self.kept
         if known and known[0].shape != leaf.shape:
             raise self._incomplete(self._taken)
         self._counter.add([leaf])

@@ -20,6 +20,7 @@ class Single(Strategy):
     trains_multi_update = True
     compiles = True
     recomputes = True
+    special_optimizers = ("adamw_8bit", "schedule_free")
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         if cluster.processes != 1:

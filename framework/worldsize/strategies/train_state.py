@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from worldsize.collectives.per_rank import local
 from worldsize.core import Recipe, StateDict
 from worldsize.optimizers.names import named_by
+from worldsize.optimizers.schedule_free import begin_training, has_begun, is_schedule_free
 from worldsize.strategies.step_hooks import without_recipe_hooks
 
 
@@ -113,7 +114,9 @@ class TrainState:
 def optimizer_of(recipe: Recipe, model: nn.Module) -> Optimizer:
     """Make the optimizer of ``recipe``, whose parameter groups may be chosen by the names that ``model`` has."""
     with named_by(model):
-        return recipe.optimizer(model)
+        optimizer = recipe.optimizer(model)
+    begin_training(optimizer)
+    return optimizer
 
 
 def _set_rates(schedule: LRScheduler) -> None:
@@ -163,25 +166,30 @@ def _probe(optimizer: Optimizer) -> None:
     from torch.distributed.checkpoint.state_dict import _init_optim_state
 
     optimizer.zero_grad()  # gradients of a skipped step would make torch assume that the state is complete
-    with _without_decay(optimizer):
+    with _groups_kept(optimizer):
         _init_optim_state(optimizer)
 
 
 @contextmanager
-def _without_decay(optimizer: Optimizer) -> Iterator[None]:
-    """Set the weight decay to 0 within the context, since it would change the moments as a part of the gradient."""
-    decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
-    for group, _ in decays:
-        group["weight_decay"] = 0.0
+def _groups_kept(optimizer: Optimizer) -> Iterator[None]:
+    """Restore all options after the context, and set the weight decay to 0 within it.
+
+    It would change the moments as a part of the gradient; and some optimizers count their steps among the options.
+    """
+    kept = [dict(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
     try:
         yield
     finally:
-        for group, decay in decays:
-            group["weight_decay"] = decay
+        for group, options in zip(optimizer.param_groups, kept, strict=True):
+            group.update(options)
 
 
 def _has_not_stepped(optimizer: Optimizer) -> bool:
     """Decide by the step counts, or for SGD by its momentum buffers, since its first step ignores dampening."""
+    if is_schedule_free(optimizer):
+        return not has_begun(optimizer)
     states = list(optimizer.state.values())
     if any(group.get("dampening") for group in optimizer.param_groups):
         buffers = [buffer for state in states if (buffer := state.get("momentum_buffer")) is not None]

@@ -53,6 +53,7 @@ class ZeRO(Strategy):
     trains_multi_update = True
     compiles = True
     recomputes = True
+    special_optimizers = ("adamw_8bit",)
     shards_state = True
 
     bucket_mb: Annotated[float, MEBIBYTES] = 25.0

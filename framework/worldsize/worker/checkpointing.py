@@ -124,6 +124,8 @@ class Checkpointing:
         else:
             for event in events:
                 self._in_a_row, self._has_saved = 0, True
+                if self._interval:
+                    self._interval.complete(event.step)
                 self._emit(event)
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
@@ -15,16 +15,21 @@ from typing import Any, final
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from worldsize.records.flight import flight_file
+from worldsize.records.flight import collectives_file, earlier_flight_file, flight_file
 
 _SHARE = 0.6  # of the time-out after which a collective counts as hung
 _POLLS = 20  # in the time of a time-out
 _QUICKEST, _SLOWEST = 0.1, 10.0  # seconds between two polls
+_SETTLES = 0.5  # seconds after which a collective that has completed is noted as such
 
 
 @contextmanager
-def hangs_watched(log: Path, asked: Path, *, timeout: float) -> Iterator[None]:
+def hangs_watched(
+    log: Path, asked: Path, *, attempt: int, timeout: float, counts: bool = False
+) -> Iterator[Callable[[], None]]:
     """Watch this process within the context; it writes a file beside its ``log`` if its gang hangs.
+
+    It yields a function to call when the process joins another gang: collectives that it has begun before are no sign.
 
     Torch's flight recorder keeps the last collectives (``TORCH_FR_BUFFER_SIZE``, set in world/); its own dump is a
     pickle, so this reads it as JSON.
@@ -32,41 +37,67 @@ def hangs_watched(log: Path, asked: Path, *, timeout: float) -> Iterator[None]:
     Args:
         log: Log of this process.
         asked: File by which the first process that waits asks the others of its run, in the same attempt.
+        attempt: Number of the attempt.
         timeout: Time after which a collective fails, in seconds.
+        counts: Whether to leave the numbers of its collectives beside its ``log`` at the end.
     """
-    watch = _Watch(flight_file(log), asked, timeout)
+    with suppress(OSError):  # of an earlier attempt; there is none, or its folder is gone
+        flight_file(log).replace(earlier_flight_file(log, attempt))
+    watch = _Watch(log, asked, attempt, timeout, counts=counts)
     watch.start()
     try:
-        yield
+        yield watch.begin
     finally:
         watch.ended.set()
+        watch.count(until=time.monotonic() + _SETTLES)
 
 
 @final
 class _Watch(threading.Thread):
-    def __init__(self, path: Path, asked: Path, timeout: float) -> None:
+    def __init__(self, log: Path, asked: Path, attempt: int, timeout: float, *, counts: bool) -> None:
         super().__init__(name="hang watch", daemon=True)
         self.ended = threading.Event()
-        self._path, self._asked, self._timeout = path, asked, timeout
+        self._path, self._asked = flight_file(log), asked
+        self._heeds = not asked.exists()  # else others asked before it came, in a gang that has healed since
+        self._attempt, self._timeout = attempt, timeout
+        self._since = 0  # time in ns at which the process has joined its gang
+        self._counted = collectives_file(log) if counts else None
         self._main = threading.main_thread().ident
+
+    def begin(self) -> None:
+        """Leave out the collectives that this process has begun so far, whose gang is no more."""
+        self._since = time.time_ns()
+
+    def count(self, *, until: float = 0.0) -> None:
+        """Leave the numbers of this process's collectives once, if they are wanted, and it is in a group.
+
+        ``until``: monotonic time until which it waits for threads of torch that have yet to note a completed one.
+        """
+        path, self._counted = self._counted, None  # what hangs counts as completed once it has failed
+        if path is not None and dist.is_initialized():
+            with suppress(OSError, KeyError, ValueError):
+                while any(begun != ended for begun, ended in _counts().values()) and time.monotonic() < until:
+                    time.sleep(_SETTLES / 20)
+                path.write_text(json.dumps(_counts()))
 
     def run(self) -> None:
         pause = min(max(self._timeout / _POLLS, _QUICKEST), _SLOWEST)
         with suppress(OSError, KeyError, ValueError):  # no room, no folder; or another torch, whose record is another
-            self._path.unlink(missing_ok=True)  # of an earlier attempt
             while not self.ended.wait(pause):
                 entries = _collectives()
-                waiting = [each for each in entries if not each["retired"]]
+                waiting = [each for each in entries if not each["retired"] and each["time_created_ns"] > self._since]
                 oldest = min((each["time_created_ns"] for each in waiting), default=time.time_ns())
                 hangs = time.time_ns() - oldest > _SHARE * self._timeout * 1e9
-                if hangs or self._asked.exists():
+                if hangs or (self._heeds and self._asked.exists()):
                     self._asked.touch()
                     self._path.write_text(json.dumps(self._record(entries, waiting)))
+                    self.count()  # it may be killed while it hangs
                     return
 
     def _record(self, entries: Sequence[Mapping[str, Any]], waiting: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         frames = sys._current_frames()
         return {
+            "attempt": self._attempt,
             "waiting": [_plain(each) for each in waiting],
             "last": _plain(entries[-1]) if entries else None,
             "stack": _lines(frames.get(self._main or 0)),
@@ -76,13 +107,23 @@ class _Watch(threading.Thread):
 
 def _collectives() -> list[Mapping[str, Any]]:
     """Return what the flight recorder has kept, oldest first; nothing if the process is in no group."""
-    if not dist.is_initialized():
-        return []
+    entries: list[Mapping[str, Any]] = _recorded().get("entries", []) if dist.is_initialized() else []
+    return entries
+
+
+def _counts() -> dict[str, list[int]]:
+    """Return how many collectives this process has begun and completed in each group since it joined."""
+    status: Mapping[str, Mapping[str, Any]] = _recorded().get("pg_status", {})
+    ends = ("last_enqueued_collective", "last_completed_collective")
+    return {group: [int(each[end]) for end in ends] for group, each in status.items()}
+
+
+def _recorded() -> Mapping[str, Any]:
     dump = _distributed_c10d._dump_fr_trace_json
     if "nccl" in dist.get_backend():
         dump = _distributed_c10d._dump_nccl_trace_json  # type: ignore[attr-defined]
-    entries: list[Mapping[str, Any]] = json.loads(dump(True, False)).get("entries", [])
-    return entries
+    record: Mapping[str, Any] = json.loads(dump(True, False))
+    return record
 
 
 def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:

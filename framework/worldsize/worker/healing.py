@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, final
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup, Work
 
 from worldsize.checkpoints.peers import receive_state, send_state
 from worldsize.collectives.interruption import INTERRUPTION
+from worldsize.config.learning_rate import update_samples
 from worldsize.config.settings import Settings
 from worldsize.core import Event, Listener, MembershipChanged, Replica, StepDone, World
 from worldsize.engine.before_update import BeforeUpdate
@@ -30,6 +32,10 @@ from worldsize.world.meetings import Meetings
 from worldsize.world.membership import NEWCOMER, Membership, MembershipChannel
 from worldsize.world.preemption import Preemption
 from worldsize.world.world import existing_groups, regrouped
+
+# Groups with collectives that did not finish. Whoever frees such a group waits for them, so that they are kept for as
+# long as this process lives, also after the last membership.
+_UNFINISHED: list[tuple[list[Work], list[ProcessGroup]]] = []
 
 
 @final
@@ -57,7 +63,6 @@ class HealingMember:
         self._settings, self._run, self._placement, self._channel = settings, run, placement, channel
         self._listeners, self._preemption = listeners, preemption
         self._replica: Replica | None = None  # with the state of the last step that this process has completed
-        self._kept: list[tuple[list[Work], list[ProcessGroup]]] = []  # groups with unfinished collectives
         timeout = timedelta(seconds=settings.cluster.timeout)
         self._meetings = Meetings(placement.store, channel.check, timeout)
         self._logs = False  # whether the listeners of the whole run are among its own
@@ -76,7 +81,7 @@ class HealingMember:
             Exception: the program failed, and not because of a peer.
         """
         if self._settings.cluster.backend == "gloo":  # NCCL's own waits end when it is aborted
-            INTERRUPTION.begin(self._channel.check)
+            INTERRUPTION.begin(self._channel.check, longest=self._settings.cluster.timeout)
         channel, heartbeat = self._channel, self._placement.heartbeat
         carried = Carried(self._settings, heartbeat, channel.begin_step, channel.finish)
         carried.build(world)
@@ -84,20 +89,24 @@ class HealingMember:
             self._shards = ShardRecovery(
                 self._run, carried, every=self._settings.checkpoint.peers, at=self._settings.faults.at
             )
-        before: Membership | None = None
+        before, is_spare = None, False
         while True:
             begun = time.perf_counter()
-            membership = self._channel.next(self._step(carried))
-            if world.global_rank not in membership.members:
+            membership = self._channel.next(self._step(carried), is_spare=is_spare)
+            is_spare = world.global_rank in membership.waiting
+            if not is_spare and world.global_rank not in membership.members:
                 return 0
             try:
                 connections = Connections()
                 settings, world = self._joined(world, membership, connections)
+                if is_spare:
+                    continue
                 make = partial(make_replica, settings, world, carried.before_update, connections)
                 replica = self._replica_of(make, world, membership, carried)
                 if before is not None or membership.members != tuple(range(self._settings.roles[world.role].processes)):
                     step = carried.progress.step if carried.progress else 0
-                    self._tell(_changed(membership, before, step, time.perf_counter() - begun))
+                    changed = _changed(membership, before, step, time.perf_counter() - begun)
+                    self._tell(replace(changed, update_samples=update_samples(settings)))
                 before = membership
                 listeners = self._listeners
                 code = Training(settings, self._run, world, replica, listeners, self._preemption, carried).run()
@@ -128,24 +137,38 @@ class HealingMember:
             listener(event)
 
     def _joined(self, world: World, membership: Membership, connections: Connections) -> tuple[Settings, World]:
-        """Join the groups of a membership; return its settings and the place of this process in it."""
+        """Join the groups of a membership; return its settings and the place of this process in it.
+
+        Those that are too many for it only hand over what they keep, and are in no group afterwards.
+        """
         if self._shards:
             self._shards.leave()
-        unfinished = INTERRUPTION.unfinished()
-        self._kept = [(works, groups) for works, groups in self._kept if not all(map(Work.is_completed, works))]
-        if unfinished:  # whoever destroys their groups would wait for them
-            self._kept.append((unfinished, existing_groups()))
+        _UNFINISHED[:] = [(works, groups) for works, groups in _UNFINISHED if not all(map(Work.is_completed, works))]
+        if unfinished := INTERRUPTION.unfinished():
+            _UNFINISHED.append((unfinished, existing_groups()))
         self._channel.begin(membership.number, connections.cut)
         settings = self._settings.among(len(membership.members))
-        store = self._meetings.store(membership.number)
         with connections:
-            copies = self._shards is not None
+            world = self._handed_over(world, membership, settings)
+            if world.global_rank in membership.waiting:
+                return settings, world
+            store, copies = self._meetings.store(membership.number), self._shards is not None
             world = regrouped(world, membership.members, settings.cluster, store, copies=copies)
         self._has_logged = self._logs
         if world.rank == 0 and not self._logs:
             self._listeners += global_listeners(settings, self._run, self._preemption)
             self._logs = True
         return settings, world
+
+    def _handed_over(self, world: World, membership: Membership, settings: Settings) -> World:
+        """Let those that train keep what only those keep that will wait, in groups of them all, which they leave."""
+        if membership.waiting and self._shards:
+            everyone = (*membership.members, *membership.waiting)
+            store = self._meetings.store(membership.number, "everyone")
+            world = regrouped(world, everyone, settings.cluster, store, copies=True)
+            self._shards.hand_over(world, len(membership.members))
+            dist.destroy_process_group()
+        return world
 
     def _with_newest_state(self, replica: Replica, world: World, membership: Membership, carried: Carried) -> Replica:
         """Bring ``replica`` to the newest state that any member has, and return it: it is that of this process now."""
@@ -207,4 +230,5 @@ class HealingMember:
 def _changed(now: Membership, before: Membership | None, step: int, seconds: float) -> MembershipChanged:
     stayed = () if before is None else [rank for rank in before.members if rank not in now.lost]
     joined = () if before is None else tuple(rank for rank in now.members if rank not in stayed)
-    return MembershipChanged(step, now.number, now.members, dict(now.lost), joined, seconds, dict(now.asked))
+    asked = dict(now.asked)
+    return MembershipChanged(step, now.number, now.members, dict(now.lost), joined, seconds, asked, waiting=now.waiting)

@@ -7,6 +7,7 @@ from functools import partial
 from worldsize.config.settings import Settings
 from worldsize.core import Listener
 from worldsize.observe.events import EventLog
+from worldsize.observe.health.files import AlertNews
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing
 from worldsize.records.metrics import JsonLines
@@ -43,5 +44,6 @@ def global_listeners(settings: Settings, run: RunDirectory, preemption: Preempti
         makers,
         grace=lambda: max(1.0, preemption.seconds_left(settings.launcher.save_grace) - _ENDING),
         lock=run.listener_lock,
+        alerts=AlertNews(run.events).new,
     )
     return [JsonLines(run.metrics), EventLog(run.events), loggers]

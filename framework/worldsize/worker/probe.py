@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.core import Cluster, World
+from worldsize.devices import synchronize
 from worldsize.observe.transport import Transport
 from worldsize.planning.doctor.findings import write_facts
 from worldsize.world.environments import Placement
@@ -249,6 +250,5 @@ def _mean(world: World, action: Callable[[], Any], times: int) -> float:
 def _timed(world: World, action: Callable[[], Any]) -> float:
     begun = time.perf_counter()
     action()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(world.device)
     return time.perf_counter() - begun

@@ -9,7 +9,8 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from omegaconf import OmegaConf
 
 from worldsize.config.recorded import read_settings
 from worldsize.config.settings import Settings
-from worldsize.core import Listener, Outcome, Replica, RunContext, RunFailed, World
+from worldsize.core import Listener, Outcome, Replica, RunContext, RunFailed, TransportFellBack, World
 from worldsize.engine.averaging import AveragedReplica
 from worldsize.engine.before_update import BeforeUpdate
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import show_messages
+from worldsize.observe.health.process import HealthProcess
 from worldsize.observe.transport import audit, listen_to_nccl, transport_warning, write
 from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.records.run_record import opened, writing
@@ -37,6 +39,7 @@ from worldsize.worker.training import Training
 from worldsize.world.connections import Connections
 from worldsize.world.environments import Placement, placement
 from worldsize.world.membership import MembershipChannel
+from worldsize.world.parent import name_process
 from worldsize.world.preemption import Preemption
 from worldsize.world.roles import role_of
 from worldsize.world.world import check_size, open_world
@@ -92,13 +95,23 @@ def play(run: RunDirectory, placement: Placement, channel: MembershipChannel | N
         if settings.run.evaluates is not None:
             return _play(settings, run, placement, [], Preemption([]), None)  # signals end it
         preemption = Preemption(settings.checkpoint.signals)
-        listeners = listeners_of(settings, run, placement.rank, preemption)
-        return _play(settings, run, placement, listeners, preemption, channel)
+        name_process(placement.rank)
+        with _health_watched(settings, run, placement):
+            listeners = listeners_of(settings, run, placement.rank, preemption)
+            return _play(settings, run, placement, listeners, preemption, channel)
     except BaseException as error:
         _write_error(run, _error_file(run, placement, settings), error)
         for listener in listeners:  # after the error is written, since a logger may be slow
             listener(RunFailed(f"{type(error).__name__}: {error}"))
         raise
+
+
+def _health_watched(settings: Settings, run: RunDirectory, placement: Placement) -> AbstractContextManager[object]:
+    """Watch this node if no launching process does, as for processes that torchrun, srun or mpirun has started."""
+    limits, has_launcher = settings.observe.health, placement.heartbeat is not None
+    if limits is None or has_launcher or placement.local_rank:
+        return nullcontext()
+    return HealthProcess(run.path, limits, node=placement.node_rank, root=os.getppid())
 
 
 def _error_file(run: RunDirectory, placement: Placement, settings: Settings | None) -> Path:
@@ -126,12 +139,12 @@ def _play(
 ) -> int:
     settings.determinism.apply(settings.cluster.device)
     _listen(settings, run)
-    with ExitStack() as stack, open_world(placement, settings.cluster, settings.roles) as world:
+    with open_world(placement, settings.cluster, settings.roles) as world, ExitStack() as stack:
         seed_generators(stream(settings.training.seed, "init"), world.device)
         settings.faults.begin(world.global_rank, placement.attempt + placement.starts)
         if settings.heals and settings.run.evaluates is None:
             return _heal(settings, run, world, placement, listeners, preemption, channel)
-        _audit(settings, run, world)
+        _audit(settings, run, world, listeners)
         stack.enter_context(_hangs_watched(settings, run, placement))
         replica = _replica(settings, context_of(settings, run, world, placement, preemption))
         if replica is None:
@@ -144,9 +157,15 @@ def _play(
         return Training(settings, run, world, replica, listeners, preemption, carried).run()
 
 
-def _hangs_watched(settings: Settings, run: RunDirectory, placement: Placement) -> AbstractContextManager[None]:
-    log, asked = run.log(*role_of(placement.rank, settings.roles)), run.hang(placement.attempt)
-    return hangs_watched(log, asked, timeout=settings.cluster.timeout)
+def _hangs_watched(
+    settings: Settings, run: RunDirectory, placement: Placement
+) -> AbstractContextManager[Callable[[], None]]:
+    log, asked, cluster = (
+        run.log(*role_of(placement.rank, settings.roles)),
+        run.hang(placement.attempt),
+        settings.cluster,
+    )
+    return hangs_watched(log, asked, attempt=placement.attempt, timeout=cluster.timeout, counts=cluster.debug)
 
 
 def _heal(
@@ -168,6 +187,7 @@ def _heal(
     def make_replica(
         settings: Settings, world: World, before_update: BeforeUpdate, connections: Connections
     ) -> Replica:
+        joined()
         seed_generators(stream(settings.training.seed, "init"), world.device)
         context = context_of(settings, run, world, placement, preemption)
         context = replace(context, before_update=before_update, making_groups=lambda: connections)
@@ -175,7 +195,8 @@ def _heal(
         assert replica is not None
         return replica
 
-    return HealingMember(settings, run, placement, channel, listeners, preemption).run(world, make_replica)
+    with _hangs_watched(settings, run, placement) as joined:
+        return HealingMember(settings, run, placement, channel, listeners, preemption).run(world, make_replica)
 
 
 def _examine(settings: Settings, run: RunDirectory, placement: Placement) -> int:
@@ -195,15 +216,17 @@ def _listen(settings: Settings, run: RunDirectory) -> None:
         os.environ.update(listen_to_nccl(folder))
 
 
-def _audit(settings: Settings, run: RunDirectory, world: World) -> None:
-    """Determine which transport the gang uses; its first rank records it."""
+def _audit(settings: Settings, run: RunDirectory, world: World, listeners: Sequence[Listener]) -> None:
+    """Determine which transport the gang uses; its first rank records it, and tells if it is not the declared one."""
     if world.size < 2 or settings.roles[world.role].serves:
         return
     transport = audit(world, settings.cluster, os.environ, run.nccl_logs(socket.gethostname()))
     if world.rank == 0:
         write(run.transport, transport)
-        if said := transport_warning(transport, settings.cluster):
-            _logger.warning("%s", said)
+        if reason := transport_warning(transport, settings.cluster):
+            _logger.warning("%s", reason)
+            for listener in listeners:
+                listener(TransportFellBack(reason, transport.get("ranks", {}), transport["interface"]))
 
 
 def _replica(settings: Settings, context: RunContext) -> Replica | None:

@@ -56,6 +56,7 @@ class SaveInterval:
         self._costs = _SaveCosts(clock)
         self.steps = self._told = _FIRST
         self._newest = 0  # step of the newest save, or that at which the attempt began
+        self._complete = (0, _FIRST)  # the same of the newest that is complete, and the steps until the next one
 
     def resume(self, step: int, facts: Mapping[str, Any]) -> None:
         """Go on after ``step`` with what a checkpoint recorded, or a gang before; with neither, begin anew.
@@ -67,11 +68,16 @@ class SaveInterval:
             self.steps = self._told = int(facts["steps"])
             self._costs.recall(float(facts["save_seconds"]), float(facts["step_seconds"]))
             self._choose(step)
+        self._complete = (self._newest, self.steps)
 
     def handed_on(self) -> dict[str, Any]:
-        """Return what a gang with other members goes on with: the newest save, the interval and its costs so far."""
+        """Return what a gang with other members goes on with: the newest save, the interval and its costs so far.
+
+        A save that is in flight does not count: with a member it may have lost its part, and then is due again.
+        """
+        newest, steps = self._complete
         cost, step_seconds = self._costs.mean(), self._costs.step_seconds
-        return {"newest": self._newest, "steps": self.steps, "save_seconds": cost, "step_seconds": step_seconds}
+        return {"newest": newest, "steps": steps, "save_seconds": cost, "step_seconds": step_seconds}
 
     def facts(self) -> dict[str, Any]:
         """Return the interval, the mean cost of a save and the seconds of a step, once all of them are known."""
@@ -98,6 +104,11 @@ class SaveInterval:
         with self._costs.saving():
             yield
         self._newest = step
+
+    def complete(self, step: int) -> None:
+        """Record that the save of ``step`` is complete."""
+        if step == self._newest:
+            self._complete = (step, self.steps)
 
     def agree(self, step: int) -> None:
         """Choose, with all ranks, the steps from this save, of ``step``, to the next one."""

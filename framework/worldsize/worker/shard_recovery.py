@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from worldsize.checkpoints.copies import Generation, ShardCopies
-from worldsize.checkpoints.recovery import recovered
+from worldsize.checkpoints.recovery import handed_over, recovered
 from worldsize.core import Replica, World
 from worldsize.engine.fit import LoopConfig, TrainingProgress
 from worldsize.records.metrics import last_row
@@ -43,6 +43,14 @@ class ShardRecovery:
     def leave(self) -> None:
         """Wait no more for copies on the way, since the membership has ended; its groups still exist."""
         self._left = self._copies.left() if self._copies else []
+
+    def hand_over(self, world: World, ranks: int) -> None:
+        """Let the first ``ranks`` of ``world`` keep what only the others do, which will wait; all must call it.
+
+        Raises:
+            CheckpointError: a part of each state is lost.
+        """
+        self._left = handed_over(self._left, world.groups[f"copies/{world.role}"], ranks)
 
     def recover(self, make_replica: Callable[[], Replica], world: World, number: int, loop: LoopConfig) -> Replica:
         """Make the replica of membership ``number``, with the newest state of which no part is lost.
@@ -83,8 +91,8 @@ class ShardRecovery:
     def _begin(
         self, replica: Replica, world: World, number: int, group: ProcessGroup | None, before: Generation | None
     ) -> None:
-        host = host_name(os.environ)
-        copies = ShardCopies(number, group, host=host, device=world.device, before=before, at=self._at)
+        part, host = self._carried.settings.strategy.data_rank(world), host_name(os.environ)
+        copies = ShardCopies(number, group, host=host, part=part, device=world.device, before=before, at=self._at)
         self._copies = copies
         self._carried.copy = partial(self._copy, replica, copies)
 

@@ -19,11 +19,19 @@ class SlowHostWatch:
 
     Every rank of ``world`` must create one at the same point, since they exchange host names. ``peers`` are groups of
     ranks with equal work. ``exclude`` is called with the host of each slow rank or link; None: the run keeps it.
+    ``health`` says what is wrong with a host, given its name and the global rank of a process that runs on it.
     """
 
     def __init__(
-        self, world: World, peers: Sequence[Sequence[int]], *, emit: Emit, exclude: Callable[[str], None] | None
+        self,
+        world: World,
+        peers: Sequence[Sequence[int]],
+        *,
+        emit: Emit,
+        exclude: Callable[[str], None] | None,
+        health: Callable[[str, int], str],
     ) -> None:
+        self._health, self._first = health, world.global_rank - world.rank
         self._world, self._peers, self._emit, self._exclude = world, peers, emit, exclude
         self._places = places(world)
         self._stragglers = Stragglers(peers)
@@ -47,6 +55,7 @@ class SlowHostWatch:
     def _report(self, step: int, stragglers: Iterable[Straggler]) -> None:
         for slow in stragglers:
             host, device = self._places[slow.rank]
-            self._emit(Straggling(step, host=host, device=device, **vars(slow)))
+            health = self._health(host, self._first + slow.rank)
+            self._emit(Straggling(step, host=host, device=device, **vars(slow), health=health))
             if self._exclude is not None:
                 self._exclude(host)

@@ -37,6 +37,7 @@ from worldsize.data.loader import micro_batches
 from worldsize.data.streams import TrainingStream
 from worldsize.engine.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.engine.training_metrics import by_logical_rank
+from worldsize.observe.health.files import why_host_is_slow
 from worldsize.observe.profile import peak_device_bytes, traced
 from worldsize.records.metrics import evaluations, last_step, metrics_digest
 from worldsize.records.run_directory import RunDirectory, make_folder_of
@@ -85,7 +86,8 @@ class Training:
         self._watch: SlowHostWatch | None = None
         if settings.observe.step_breakdown and world.size > 1:
             exclude = self._exclude if settings.excludes_slow else None
-            self._watch = SlowHostWatch(world, settings.peers(), emit=self._emit, exclude=exclude)
+            health = partial(why_host_is_slow, run, per_node=settings.cluster.processes_per_node)
+            self._watch = SlowHostWatch(world, settings.peers(), emit=self._emit, exclude=exclude, health=health)
         self._listeners: list[Listener] = [*listeners, self._history, *([self._watch] if self._watch else [])]
         group = world.groups.get(f"checkpoint/{world.role}")
         saver = carried.saver(run, world, group)
@@ -270,7 +272,11 @@ class Training:
             "metrics": dict(self._history.metrics),
             "samples": progress.step * self._settings.training.batch_size,
             "training_metrics": by_logical_rank(
-                progress.metrics, self._order.mine, self._world, logical_ranks=self._settings.loop.logical_ranks
+                progress.metrics,
+                self._order.mine,
+                self._world,
+                logical_ranks=self._settings.loop.logical_ranks,
+                parts=_part(self._settings, self._world).size,
             ),
         }
         states = streams(progress.step)

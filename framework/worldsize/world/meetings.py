@@ -29,17 +29,17 @@ class Meetings:
         self._client: TCPStore | None = None  # for all memberships: the end of one does not cut it
         self._newest: Store | None = None
 
-    def store(self, number: int) -> Store:
-        """Return the store of membership ``number``."""
-        self._newest = self._made(number)
+    def store(self, number: int, purpose: str = "train") -> Store:
+        """Return the store of membership ``number`` for ``purpose``."""
+        self._newest = self._made(f"{number}_{purpose}")
         return self._newest
 
-    def _made(self, number: int) -> Store:
+    def _made(self, name: str) -> Store:
         if self._place.scheme == "file":
-            return FolderStore(Path(f"{self._place.path}_{number}"), self._check, self._timeout)
+            return FolderStore(Path(f"{self._place.path}_{name}"), self._check, self._timeout)
         if self._client is None:
             host, port = self._place.hostname, self._place.port
             assert host is not None
             assert port is not None
             self._client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._timeout)
-        return PatientStore(PrefixStore(f"membership_{number}", self._client), self._check, self._timeout)
+        return PatientStore(PrefixStore(f"membership_{name}", self._client), self._check, self._timeout)

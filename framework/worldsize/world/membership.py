@@ -61,6 +61,8 @@ class Membership:
         steps: The last step that each member has completed; NEWCOMER: it has no state.
         lost: Global ranks of those that died since the membership before, and why.
         asked: Global ranks of those that join or leave on request, and who asked.
+        waiting: Global ranks of those that trained, and are too many for whole blocks: they hand over what they keep of
+            the state, and wait.
     """
 
     number: int
@@ -68,6 +70,7 @@ class Membership:
     steps: tuple[int, ...] = ()
     lost: Mapping[int, str] = field(default_factory=dict)
     asked: Mapping[int, str] = field(default_factory=dict)
+    waiting: tuple[int, ...] = ()
 
     @property
     def source(self) -> int | None:
@@ -84,14 +87,15 @@ class Membership:
     def message(self) -> Message:
         """Return the membership as JSON, for :meth:`read`."""
         lost, asked = ({str(rank): text for rank, text in each.items()} for each in (self.lost, self.asked))
-        members, steps = list(self.members), list(self.steps)
-        return {"form": self.number, "members": members, "steps": steps, "lost": lost, "asked": asked}
+        ranks = {"members": list(self.members), "steps": list(self.steps), "waiting": list(self.waiting)}
+        return {"form": self.number, **ranks, "lost": lost, "asked": asked}
 
     @staticmethod
     def read(message: Message) -> Membership:
         """Read what :meth:`message` returned."""
         lost, asked = ({int(rank): str(text) for rank, text in message[key].items()} for key in ("lost", "asked"))
-        return Membership(int(message["form"]), tuple(message["members"]), tuple(message["steps"]), lost, asked)
+        members, steps, waiting = (tuple(message[key]) for key in ("members", "steps", "waiting"))
+        return Membership(int(message["form"]), members, steps, lost, asked, waiting)
 
 
 def send(pipe: Pipe, message: Message) -> None:
@@ -160,10 +164,10 @@ class MembershipChannel:
         if self.has_ended:
             raise MembershipEndedError("the gang has other members from now on")
 
-    def next(self, step: int) -> Membership:
+    def next(self, step: int, *, is_spare: bool = False) -> Membership:
         """Answer that this process has stopped after ``step``, and wait for the next membership.
 
-        One that has belonged to none yet, such as a spare, waits for as long as its launching process lives.
+        One that has belonged to none yet, or ``is_spare`` now, waits for as long as its launching process lives.
 
         Raises:
             WorldsizeError: none comes.
@@ -172,7 +176,7 @@ class MembershipChannel:
         self._cut()
         self._say(stopped=self._number, step=step)
         try:
-            membership = self._formed.get(timeout=self._patience if self._number else None)
+            membership = self._formed.get(timeout=self._patience if self._number and not is_spare else None)
         except Empty:
             raise WorldsizeError(
                 f"membership {self._number} has ended, and no other has begun for {self._patience:g} s."

@@ -1,12 +1,16 @@
-"""Ties the life of a process to that of its parent, so that no orphan is left behind."""
+"""Ties the life of a process to that of its parent, so that no orphan is left behind, and names it by its rank."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 
+RANK_NAME = re.compile(r"rank (\d+)", re.ASCII)  # what a process of a run is called by the kernel
 _PR_SET_PDEATHSIG = 1
 
 
@@ -16,3 +20,9 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the request took effect
         os._exit(1)
+
+
+def name_process(rank: int) -> None:
+    """Call this process "rank 3" where the kernel lists it (top, ps, /proc/PID/comm), and what it forks, too."""
+    with suppress(OSError):  # not on Linux
+        Path("/proc/self/comm").write_text(f"rank {rank}")

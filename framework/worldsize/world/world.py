@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from worldsize.core import Cluster, ConfigError, Role, World
 from worldsize.world.environments import Placement, host_name
+from worldsize.world.pinning import pin_process
 from worldsize.world.roles import heals, role_of, role_ranks
 
 # Up to this many ranks gloo connects all pairs when a group is made, with a store message for each pair. In a larger
@@ -26,7 +27,7 @@ _ALL_CONNECTED = 32
 
 @contextmanager
 def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]) -> Iterator[World]:
-    """Join the run: set threads and device, and make the process groups, which are destroyed at the end.
+    """Join the run: set device, cores and threads, and make the process groups, which are destroyed at the end.
 
     A run of one process makes no process group.
 
@@ -34,8 +35,9 @@ def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
         ConfigError: the number of processes that the launcher started is not that of the plan.
     """
     check_size(placement, roles)
-    torch.set_num_threads(cluster.threads or threads_per_process(placement.local_world_size))
-    device = device_of(placement, cluster)
+    device, threads = device_of(placement, cluster), threads_per_process(placement.local_world_size)
+    pin = pin_process(cluster, local_rank=placement.local_rank, processes=placement.local_world_size)
+    torch.set_num_threads(cluster.threads or min(threads, len(pin.cores) if pin else threads))
     gang = gang_of(roles)
     # one that heals is joined when its members are known
     if len(gang) > 1 and placement.rank in gang and not heals(roles):
@@ -147,11 +149,14 @@ def threads_per_process(local_world_size: int) -> int:
 
 
 def device_of(placement: Placement, cluster: Cluster) -> torch.device:
-    """Return the device of this process; its GPU, chosen by local rank, becomes the current one."""
+    """Return the device of this process; an accelerator, chosen by local rank, becomes the current one."""
     if cluster.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", placement.local_rank)
-    torch.cuda.set_device(device)
+    device = torch.device(cluster.device, placement.local_rank)
+    if cluster.device == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.accelerator.set_device_index(placement.local_rank)
     return device
 
 

@@ -10,9 +10,9 @@ from worldsize.planning.rehearsal.calls import Call
 from worldsize.planning.rehearsal.differences import differences
 from worldsize.planning.rehearsal.groups import Group
 from worldsize.planning.rehearsal.rank import Rehearsed
-from worldsize.planning.rehearsal.spans import spans
 from worldsize.planning.rehearsal.storage_log import Peak
 from worldsize.planning.rehearsal.waiting import deadlock
+from worldsize.spans import spans
 
 ALL, FIRST, SECOND = Group((0, 1, 2), 0), Group((0, 1), 0), Group((0, 1), 1)
 

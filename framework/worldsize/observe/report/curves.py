@@ -98,9 +98,13 @@ def run_curves(record: Record) -> list[Chart]:
     return [
         *common_curves({"last": record}),
         *lines("Learning rate", [curve("last", record.steps, "lr")]),
-        *lines("Model FLOP utilisation", [curve("last", record.steps, "mfu")]),
+        *lines("Model FLOP utilisation", [_percent(record.steps, "mfu")], unit=" %"),
         *lines("Gradient norm", [curve("last", record.steps, "grad_norm")]),
     ]
+
+
+def _percent(rows: Sequence[Line], key: str) -> Curve:
+    return Curve("last", column(rows, "step"), [100 * share for share in column(rows, key)])
 
 
 def common_curves(records: Mapping[str, Record]) -> list[Chart]:
@@ -113,4 +117,9 @@ def common_curves(records: Mapping[str, Record]) -> list[Chart]:
         curves = [metric(label, each.evaluations, name) for label, each in records.items()]
         title = plain(spoken_name(name))
         charts += lines(title[:1].upper() + title[1:], curves)
-    return [*charts, *lines("Throughput", rates, unit=" samples/s")]
+    tokens = [curve(label, each.steps, "tokens_per_second") for label, each in records.items()]
+    return [
+        *charts,
+        *lines("Throughput", rates, unit=" samples/s"),
+        *lines("Throughput in tokens", tokens, unit=" tokens/s"),
+    ]

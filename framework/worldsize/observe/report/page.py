@@ -17,6 +17,8 @@ from worldsize.files import is_file
 from worldsize.messages import duration
 from worldsize.observe.report.cluster import axes, links, nodes
 from worldsize.observe.report.curves import common_curves, run_curves
+from worldsize.observe.report.hangs import hangs
+from worldsize.observe.report.node_health import nodes_health
 from worldsize.observe.report.ranks import rank_charts, waits_by_rank
 from worldsize.observe.report.read import SCALING, Record, number, read_run, runs_of
 from worldsize.observe.report.scaling import read_study, study_charts
@@ -56,8 +58,10 @@ def run_page(record: Record) -> str:
         curves=run_curves(record),
         rank_charts=rank_charts(record),
         timeline=timeline(record),
+        hangs=hangs(record),
         planted=[json.dumps(fault) for fault in record.manifest["config"].get("faults") or ()],
         nodes=nodes(record),
+        health=nodes_health(record),
         axes=axes(record),
         links=links(record),
         servers=servers(record),
@@ -113,9 +117,11 @@ def summary(record: Record) -> list[tuple[str, str]]:
         rows += [(f"train {name}", figure(number(value))) for name, value in last.get("metrics", {}).items()]
     if rate := results.get("samples_per_second") or last.get("samples_per_second"):
         rows += [("samples/s", f"{rate:,.0f}")]
-    for name, key, form in (("tokens/s", "tokens_per_second", ",.0f"), ("MFU", "mfu", ".1%")):
-        if (value := number(last.get(key))) > 0:
-            rows += [(name, format(value, form))]
+        latest = number(last.get("samples_per_second"))
+        share = rate / latest if latest > 0 else 0.0  # that of the whole run, by that of the last logged step
+        for name, key, form in (("tokens/s", "tokens_per_second", ",.0f"), ("MFU", "mfu", ".1%")):
+            if (value := share * number(last.get(key))) > 0:
+                rows += [(name, format(value, form))]
     if goodput.get("total_seconds"):
         rows += [("time", duration(goodput["total_seconds"])), ("goodput", f"{goodput['fraction']:.0%}")]
     if waits := [share for share in waits_by_rank(record).values() if share == share]:

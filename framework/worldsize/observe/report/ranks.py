@@ -71,7 +71,10 @@ def heat_map(
         axes.grid(visible=False)
         axes.set_xlabel("step")
         axes.set_ylabel("rank")
-        axes.locator_params(axis="y", integer=True)
+        if ranks > 1:
+            axes.locator_params(axis="y", integer=True)
+        else:
+            axes.set_yticks([0])
         scale = axes.inset_axes((1.03, 0, 0.04, 1))
         scale.imshow(np.linspace(high, low, 64)[:, None], extent=(0, 1, low, high), **look)
         scale.grid(visible=False)

@@ -29,6 +29,7 @@ _POINT = {
         "strategy": {"type": "string"},
         "world_size": _SIZE,
         "accumulation": {"type": ["integer", "null"]},
+        "nodes": _SIZE,
         "phases": {"type": ["object", "null"], "additionalProperties": {"type": ["number", "null"]}},
     },
 }
@@ -37,6 +38,7 @@ _SHAPE = {
     "properties": {
         "schema": {"type": "integer"},
         "points": {"type": "array", "items": _POINT},
+        "least": {"type": ["number", "null"]},
         "knee": {"type": ["object", "null"], "additionalProperties": {"type": ["integer", "null"]}},
     },
 }
@@ -55,8 +57,15 @@ class Point:
     predicted_seconds: float
     samples_per_second: float
     efficiency: float
+    predicted_efficiency: float
     phases: Mapping[str, float]
     is_knee: bool
+    nodes: int
+
+    @property
+    def shape(self) -> str:
+        """The nodes, and the processes of each: "2 × 4"."""
+        return f"{self.nodes} × {self.world_size // self.nodes}"
 
     @property
     def predicted_samples(self) -> float:
@@ -82,6 +91,11 @@ class Study:
 
     facts: Mapping[str, Any]
     series: Mapping[str, Sequence[Point]]
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether some of its runs were on several nodes."""
+        return any(point.nodes > 1 for point in self.points)
 
     @property
     def points(self) -> list[Point]:
@@ -122,24 +136,41 @@ def _point(each: Mapping[str, Any], knee: Mapping[str, int]) -> Point:
         **{name: number(each.get(name)) for name in _FIGURES},
         phases={name: number(seconds) for name, seconds in (each.get("phases") or {}).items()},
         is_knee=knee.get(series, knee.get(strategy)) == each["world_size"],
+        nodes=each.get("nodes", 1),  # older studies do not say
     )
 
 
-_FIGURES = ("step_seconds", "spread_seconds", "predicted_seconds", "samples_per_second", "efficiency")
+_FIGURES = (
+    "step_seconds",
+    "spread_seconds",
+    "predicted_seconds",
+    "samples_per_second",
+    "efficiency",
+    "predicted_efficiency",
+)
 
 
 def study_charts(study: Study) -> list[Chart]:
     """Draw throughput, efficiency, and the phases of each series that has measured any."""
     key = tuple((plain(name), f"c{index % SERIES + 1}") for index, name in enumerate(study.series))
+    throughput, efficiency = (_PREDICTED, _PREDICTED_SHARE) if study.facts.get("predicted") else (_LEGEND, _RELATIVE)
     return [
-        Chart("Throughput", draw("Throughput", partial(_throughput, study=study), height=260), _LEGEND, key),
-        Chart("Efficiency", draw("Efficiency", partial(_efficiency, study=study), height=260), _RELATIVE, key),
+        Chart("Throughput", draw("Throughput", partial(_throughput, study=study), height=260), throughput, key),
+        Chart("Efficiency", draw("Efficiency", partial(_efficiency, study=study), height=260), efficiency, key),
         *(_breakdown(name, points) for name, points in study.series.items() if any(point.phases for point in points)),
     ]
 
 
 _LEGEND = "Dots: measured, with spread. Dashed: predicted. Dotted: ideal. Ring: the knee."
-_RELATIVE = "Samples a second of each process, against the smallest world size. Ring: the knee."
+_RELATIVE = (
+    "Samples a second of each process, against the smallest world size. Dashed: predicted. Ring: the knee. "
+    "To the right of an upright line: several nodes."
+)
+
+_PREDICTED = "Predicted; nothing was run. Dotted: ideal. Ring: the knee."
+_PREDICTED_SHARE = (
+    "Share of a step that computes, predicted. Ring: the knee. To the right of an upright line: several nodes."
+)
 
 
 def _throughput(axes: Axes, study: Study) -> None:
@@ -170,7 +201,13 @@ def _efficiency(axes: Axes, study: Study) -> None:
             [point.world_size for point in points], shares, "o-", color=series_colour(index), markersize=4
         )
         tip(line, f"{name}: " + ", ".join(f"{point.world_size}: {point.efficiency:.1%}" for point in points))
+        expected = [100 * point.predicted_efficiency for point in points]
+        axes.plot([point.world_size for point in points], expected, "--", color=series_colour(index))
         _ring(axes, points, shares)
+    one = max((point.world_size for point in study.points if point.nodes == 1), default=None)
+    several = min((point.world_size for point in study.points if point.nodes > 1), default=None)
+    if one and several:
+        axes.axvline(math.sqrt(one * several), color=colour("muted"), linewidth=1)
     axes.axhline(100, color=colour("muted"), linestyle=":", linewidth=1)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("%")

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
-from worldsize.observe.events import described_failure, described_interval, described_membership, described_workers
+from worldsize.observe.events import (
+    NODE_ALERT,
+    described_failure,
+    described_interval,
+    described_membership,
+    described_workers,
+)
+from worldsize.observe.health.rows import described_alert
 from worldsize.observe.report.read import Line, Record
 from worldsize.records.attempt import Attempt
 
@@ -124,6 +131,8 @@ def _of_events(events: Iterable[Line]) -> Iterator[Fact]:
 
 def describe_event(event: Line) -> str:
     """Describe an event of ``events.jsonl`` in words."""
+    if event.get("event") == NODE_ALERT:
+        return described_alert(event)
     if event.get("event") == "data_workers":
         return f"step {event.get('step')}: rank {event.get('rank')}: {described_workers(event)}"
     if event.get("event") == "checkpoint_failed":
@@ -132,7 +141,7 @@ def describe_event(event: Line) -> str:
         return f"step {event.get('step')}: {described_interval(event)}"
     if event.get("event") == "membership":
         return f"after step {event.get('step')}: {described_membership(event)}"
-    known = {"event", "time", "step", "rank", "host", "device", "cause", "slower", "since"}
+    known = {"event", "time", "step", "rank", "host", "device", "cause", "slower", "since", "health"}
     words = [f"step {event.get('step')}: {event.get('event')}"]
     if "rank" in event:
         words.append(f"rank {event['rank']}")
@@ -141,4 +150,5 @@ def describe_event(event: Line) -> str:
         words.append(f"{f'{slower:.3g}' if isinstance(slower, int | float) else slower} × as slow as the others")
     words += [f"{name} {event[name]}" for name in ("host", "device", "cause") if event.get(name) is not None]
     words += [f"since step {event['since']}"] if event.get("since") is not None else []
+    words += [str(event["health"])] if event.get("health") else []
     return ", ".join([*words, *(f"{name} {value}" for name, value in event.items() if name not in known)])

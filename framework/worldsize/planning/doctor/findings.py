@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Facts = Mapping[str, Any]
+REPORT = "report"  # name of the facts that say what follows from all others
 
 
 def write_facts(folder: Path, name: str, facts: Facts) -> None:

@@ -114,7 +114,7 @@ def devices(findings: Findings, *, per_node: int) -> Iterator[Check]:
     for rank in findings.ranks:
         users[rank["device"]].append(rank)
     for device, ranks in users.items():
-        if len(ranks) > 1:
+        if device and len(ranks) > 1:  # only GPUs have an identity of their own
             hosts = ", ".join(dict.fromkeys(str(rank["host"]) for rank in ranks))
             detail = f"ranks {' and '.join(str(rank['rank']) for rank in ranks)} share {device}"
             remedy = "Give each a GPU of its own: name each host once, and no more processes than it has GPUs."

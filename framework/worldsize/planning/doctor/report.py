@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -11,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from worldsize.core import Link
+from worldsize.strict_json import parse, strict
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class Pair:
     source: str
     target: str
     link: Link
+
+
+_MARK = "worldsize doctor found: "  # before a report in a log, whose lines may begin with the name of a pod or node
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,28 @@ class Report:
             "hosts": list(self.hosts),
         }
 
+    @staticmethod
+    def from_json(facts: Mapping[str, Any]) -> Report:
+        """Build a report of what :meth:`as_json` returned.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            checks = [Check(**each) for each in facts["checks"]]
+            links = {str(tier): Link(**each) for tier, each in facts["links"].items()}
+            pairs = [
+                Pair(each["from"], each["to"], Link(each["bandwidth"], each["latency"], each["gap"], each["incast"]))
+                for each in facts["pairs"]
+            ]
+            return Report(checks, links, pairs, list(facts["hosts"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is no report of doctor: {error!r}") from error
+
+    def as_line(self) -> str:
+        """Return the report as a line of a log, from which :func:`report_in` reads it."""
+        return _MARK + json.dumps(strict(self.as_json()))
+
     def table(self) -> Table:
         """Build a table: a line for each check that all hosts pass, and one for each host that fails."""
         table = Table("", "check", "host", "found", title="worldsize doctor", title_justify="left")
@@ -71,6 +98,18 @@ class Report:
                 text = f"{bad.detail}\n→ {bad.remedy}" if bad.remedy else bad.detail
                 table.add_row("[red]✗[/]", f"[red]{name}[/]", escape(bad.host), escape(text))
         return table
+
+
+def report_in(log: str) -> Report | None:
+    """Return the last report that a log has, which hosts have written that need not be trusted; None: it has none."""
+    for line in reversed(log.splitlines()):
+        _, mark, text = line.partition(_MARK)
+        if mark:
+            try:
+                return Report.from_json(parse(text))
+            except ValueError:  # cut off, or of another worldsize
+                continue
+    return None
 
 
 def _listed(hosts: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from worldsize.planning.rehearsal.message_recorder import MessageRecorder
 from worldsize.planning.rehearsal.operators import MESSAGES, Operator, operator_of
 from worldsize.planning.rehearsal.pending import PendingCalls, groups_watched, waits_watched
 from worldsize.planning.rehearsal.sites import site
-from worldsize.planning.rehearsal.spans import spans
+from worldsize.spans import spans
 
 Phase = Literal["building", "step", "logging", "evaluation"]
 

@@ -11,7 +11,7 @@ from typing import final
 from worldsize.planning.rehearsal.calls import Call
 from worldsize.planning.rehearsal.groups import Group, described
 from worldsize.planning.rehearsal.rank import Rehearsed
-from worldsize.planning.rehearsal.spans import named
+from worldsize.spans import named
 
 _END = "makes no further call"
 

@@ -9,7 +9,7 @@ from typing import final
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from worldsize.planning.rehearsal.spans import named
+from worldsize.spans import named
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 from unittest.mock import patch
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from worldsize.collectives.per_rank import local
@@ -97,7 +97,16 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.log.label("gradients", [each.grad for each in parameters])
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
-        self.log.label("optimizer", tree_leaves(list(optimizer.state.values())))
+        self.log.label("optimizer", _held(tree_leaves(list(optimizer.state.values()))))
+
+
+def _held(leaves: Iterable[Any]) -> Iterator[Any]:
+    """Yield ``leaves``, with the tensors that others hold in place of these, as moments of 8 bits do."""
+    for leaf in leaves:
+        if isinstance(leaf, DTensor) or not is_traceable_wrapper_subclass(leaf):
+            yield leaf
+        else:
+            yield from (getattr(leaf, name) for name in leaf.__tensor_flatten__()[0])
 
 
 def _address(tensor: Tensor) -> int | None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:  # it imports torch, for which those who only plan do not wait
+    from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pipeline", "data", "tensor")
 
@@ -48,3 +51,14 @@ class Layout:
     def across(self, ps: range | list[int], d: int, t: int) -> list[int]:
         """Return the ranks with coordinates (p, d, t) for each p in ``ps``."""
         return [self.rank(p, d, t) for p in ps]
+
+
+def axis_of(name: str) -> str:
+    """Return the axis that a mesh calls ``name``: the axis itself, and a number if there may be several meshes."""
+    return name.rstrip("0123456789")
+
+
+def along(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """Return this rank's line of a mesh along one of its axes."""
+    (name,) = (each for each in mesh.mesh_dim_names or () if axis_of(each) == axis)
+    return mesh[name]

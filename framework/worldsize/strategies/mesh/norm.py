@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from worldsize.collectives.gather_full import whole
 from worldsize.collectives.per_rank import local
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.step_timer import wait
 from worldsize.core import World
 from worldsize.strategies.clipping import clip_factor
+from worldsize.strategies.mesh.layout import axis_of
 
 
 def sharded_axes(tensor: Tensor) -> set[str]:
@@ -21,7 +25,8 @@ def sharded_axes(tensor: Tensor) -> set[str]:
     if not isinstance(tensor, DTensor):
         return set()
     names = tensor.device_mesh.mesh_dim_names or ()
-    return {name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()}
+    placements = zip(names, tensor.placements, strict=True)
+    return {axis_of(name) for name, placement in placements if not placement.is_replicate()}
 
 
 @final
@@ -52,6 +57,44 @@ class MeshNorm:
         squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
         if gradients:
             squares += torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
-        with phase("communication"):
-            dist.all_reduce(squares, group=self._world.group)
+        wait(dist.all_reduce(squares, group=self._world.group, async_op=True))
         return squares.sqrt().float()
+
+
+@final
+@dataclass(frozen=True)
+class WholeNorm:
+    """Clips by the norm of full gradients, with the same bits for any number of data-parallel parts.
+
+    ``pipeline``: the ranks that hold the other stages (None: there are none); ``spare``: parameters that an earlier
+    stage also holds, and counts.
+    """
+
+    device: torch.device
+    pipeline: ProcessGroup | None = None
+    spare: Collection[Tensor] = ()
+
+    def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+        """Scale the gradients to a norm of at most ``limit``; return the norm before, a scalar equal on all ranks."""
+        trained = list(parameters)
+        norm: Tensor = torch.linalg.vector_norm(self._norms(trained))
+        gradients = [local(own.grad) for own in trained if own.grad is not None]
+        if limit < float("inf") and gradients:
+            torch._foreach_mul_(gradients, clip_factor(norm, limit))
+        return norm
+
+    def _norms(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return the norm of the gradient of each of ``parameters``, those of all stages, that has one: (n,)."""
+        spare = {id(each) for each in self.spare}
+        norms = {
+            place: torch._foreach_norm([whole(own.grad) if isinstance(own.grad, DTensor) else own.grad])[0]
+            for place, own in enumerate(parameters)
+            if own.grad is not None and id(own) not in spare
+        }
+        if self.pipeline is None:
+            return torch.stack(list(norms.values()))
+        table_2n = torch.zeros(2, len(parameters), device=self.device)  # the norm, and whether there is one
+        for place, norm in norms.items():
+            table_2n[0, place], table_2n[1, place] = norm, 1
+        wait(dist.all_reduce(table_2n, group=self.pipeline, async_op=True))
+        return table_2n[0][table_2n[1] > 0]

@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from worldsize.collectives.timed_sharding import time_sharding
 from worldsize.core import ConfigError, Recipe, TensorStyle
+from worldsize.strategies.mesh.interruptible import InterruptibleColumn, InterruptibleRow
+from worldsize.strategies.mesh.layout import along
 from worldsize.strategies.mesh.timing import time_column, time_row
 from worldsize.strategies.step_hooks import StrategyHook
 from worldsize.strategies.wrapping import Wrap, units
@@ -28,31 +30,45 @@ class Sharding:
     wrap: Wrap = "auto"
     wrap_parameters: int = 1_000_000
     reshard_after_forward: bool = True
+    interruptible: bool = False  # whether waits end when the gang does
 
 
 def divide(recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: DeviceMesh, sharding: Sharding) -> None:
     """Divide the layers below ``roots`` over the tensor axis, then shard each rank's part over the data axis."""
     mine = [module for root in roots for module in root.modules()]
-    if mesh["tensor"].size() > 1:
-        _divide_layers(recipe, model, mine, mesh["tensor"])
-    if mesh["data"].size() > 1:
+    tensor, data = along(mesh, "tensor"), along(mesh, "data")
+    if tensor.size() > 1:
+        _divide_layers(recipe, model, mine, tensor, interruptible=sharding.interruptible)
+    if data.size() > 1:
         sharded = units(recipe, model, sharding.wrap, sharding.wrap_parameters)
         for module in (*(unit for unit in sharded if unit in mine and unit not in roots), *roots):
-            fully_shard(module, mesh=mesh["data"], reshard_after_forward=sharding.reshard_after_forward)
+            fully_shard(module, mesh=data, reshard_after_forward=sharding.reshard_after_forward)
         for root in roots:
             time_sharding(root, torch.device(mesh.device_type), copies=False)
 
 
-def _divide_layers(recipe: Recipe, model: nn.Module, mine: Collection[nn.Module], mesh: DeviceMesh) -> None:
+def _divide_layers(
+    recipe: Recipe, model: nn.Module, mine: Collection[nn.Module], mesh: DeviceMesh, *, interruptible: bool
+) -> None:
     """Divide layers column-wise, then row-wise with one all-reduce (Shoeybi et al. 2019, arXiv 1909.08053)."""
     plan = plan_of(recipe, model, ranks=mesh.size())
-    styles: dict[TensorStyle, type[ParallelStyle]] = {"column": ColwiseParallel, "row": RowwiseParallel}
-    held = {name: styles[style]() for name, style in plan.items() if model.get_submodule(name) in mine}
+    held = {
+        name: _style(style, model.get_submodule(name), interruptible=interruptible)
+        for name, style in plan.items()
+        if model.get_submodule(name) in mine
+    }
     # every rank has built the same model, so nothing needs to be sent
     parallelize_module(model, mesh, held, src_data_rank=None)
-    for name in held:
-        time = time_column if plan[name] == "column" else time_row
-        time(model.get_submodule(name))
+    for name, style in held.items():
+        if not isinstance(style, InterruptibleColumn | InterruptibleRow):  # which time their waits themselves
+            time = time_column if plan[name] == "column" else time_row
+            time(model.get_submodule(name))
+
+
+def _style(style: TensorStyle, module: nn.Module, *, interruptible: bool) -> ParallelStyle:
+    if interruptible and isinstance(module, nn.Linear):
+        return InterruptibleColumn() if style == "column" else InterruptibleRow()
+    return ColwiseParallel() if style == "column" else RowwiseParallel()
 
 
 def plan_of(recipe: Recipe, model: nn.Module, *, ranks: int) -> Mapping[str, TensorStyle]:

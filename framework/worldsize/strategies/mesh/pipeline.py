@@ -6,6 +6,7 @@ The schedules split indices of micro-batches, not their data: a stage looks up t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -16,14 +17,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from worldsize.collectives.per_rank import local
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.step_timer import phase, wait
 from worldsize.core import Batch, MicroBatch
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord, differentiable, step_metrics
-from worldsize.strategies.mesh.norm import MeshNorm
-from worldsize.strategies.mesh.passing import receive, send
+from worldsize.strategies.mesh.edges import Edges
+from worldsize.strategies.mesh.norm import MeshNorm, WholeNorm
+from worldsize.strategies.mesh.passing import Passing
 from worldsize.strategies.mesh.schedule import Kind
 from worldsize.strategies.mesh.stage import Stage
+from worldsize.strategies.mesh.sums import DataParts
 from worldsize.strategies.mesh.timing import TimedStage
 
 _SCHEDULES: Mapping[str, Any] = {
@@ -46,18 +49,20 @@ class Tied:
 class Pipeline(GradientReducer):
     """Runs a step's micro-batches through the stages of a pipeline.
 
-    ``stages``: this rank's stages, of ``total`` that are distributed round-robin over ``group``; ``copies``: the ranks
-    with the same stages and other data.
+    ``stages``: this rank's stages, of ``total`` that are distributed round-robin over ``group``; ``parts``: the ranks
+    with the same stages and other data. ``edges``: send messages between stages, if waits for them are to end when the
+    gang does.
     """
 
     stages: Sequence[Stage]
     total: int
     group: ProcessGroup
-    copies: ProcessGroup
+    parts: DataParts
     device: torch.device
     kind: Kind
     tied: Sequence[Tied]
-    norm: MeshNorm
+    norm: MeshNorm | WholeNorm
+    edges: Edges | None = None
     _schedules: dict[int, Any] = field(default_factory=dict)
     _records: dict[int, LossRecord] = field(default_factory=dict)
     _form: tuple[bool, list[str]] | None = None
@@ -70,31 +75,43 @@ class Pipeline(GradientReducer):
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         """Run the schedule. ``backward`` is not called, since the stages run their own backward passes."""
         count = len(batches)
+        order = self.parts.order(count)
         for stage in self.stages:
-            stage.begin(batches)
+            stage.begin([batches[place] for place in order])
         if count not in self._schedules:
             self._schedules = {count: self._scheduled(count)}
         numbers = torch.arange(count)
         args = (numbers,) if self.stages[0].index == 0 else ()
         target = numbers if self.is_last else None
-        with phase("communication"):  # between the passes of its stages, a schedule waits for their neighbours
-            self._schedules[count].step(*args, number=numbers, target=target, return_outputs=False)
+        with ExitStack() as steps:
+            for stage in self.stages:
+                steps.enter_context(stage.sums.step(count))
+            with phase("communication"):  # between the passes of its stages, a schedule waits for their neighbours
+                self._schedules[count].step(*args, number=numbers, target=target, return_outputs=False)
+        with phase("communication"):
             self._agree()
-            return self._shared_losses(count)
+            losses = dict(zip(order, self._shared_losses(count), strict=True))
+        return [losses[place] for place in range(count)]
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         return self.norm.clip(parameters, limit)
 
     def _scheduled(self, count: int) -> Any:
-        stages = [TimedStage(stage, stage.index, self.total, self.device, group=self.group) for stage in self.stages]
+        stages = [
+            TimedStage(stage, stage.index, self.total, self.device, group=self.group, edges=self.edges)
+            for stage in self.stages
+        ]
         given: Any = stages if self.kind == "interleaved" else stages[0]
+        # 1F1B needs as many as there are stages; a part of the data may have less, when others have joined
+        kind = "gpipe" if self.kind == "1f1b" and count < self.total else self.kind
+        divisor = self.parts.divisor(count)
 
         def loss(output: Tensor, number: Tensor) -> Tensor:
             with phase("compute"):
                 loss, self._records[int(number)] = differentiable(self.stages[-1].loss(output, number))
-                return loss / count
+                return loss / divisor
 
-        return _SCHEDULES[self.kind](given, count, loss_fn=loss, scale_grads=False)
+        return _SCHEDULES[kind](given, count, loss_fn=loss, scale_grads=False)
 
     def _agree(self) -> None:
         """Sum the gradients of tied parameters over their stages, and average buffers over data-parallel ranks."""
@@ -102,13 +119,13 @@ class Pipeline(GradientReducer):
             for parameter in tied.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(local(parameter.grad), group=tied.group)
+                wait(dist.all_reduce(local(parameter.grad), group=tied.group, async_op=True))
         for buffer in self._statistics():
-            dist.all_reduce(buffer, group=self.copies)
-            buffer /= self.copies.size()
+            wait(dist.all_reduce(buffer, group=self.parts.group, async_op=True))
+            buffer /= self.parts.group.size()
 
     def _statistics(self) -> list[Tensor]:
-        if self.copies.size() == 1:
+        if self.parts.group.size() == 1 or self.parts.reduce == "ordered":  # whose sums average buffers, too
             return []
         kept = [(stage.state_dict(keep_vars=True).keys(), stage.named_buffers()) for stage in self.stages]
         return [own for keys, buffers in kept for name, own in buffers if name in keys and own.is_floating_point()]
@@ -124,7 +141,7 @@ class Pipeline(GradientReducer):
                 table_bkm[number, : 2 if is_weighted else 1, 0] = record.loss
             for column, name in enumerate(names, start=1):
                 table_bkm[:, :, column] = metrics[name]
-        dist.broadcast(table_bkm, group=self.group, group_src=self._last)
+        wait(dist.broadcast(table_bkm, group=self.group, group_src=self._last, async_op=True))
         losses = table_bkm[:, :, 0] if is_weighted else table_bkm[:, 0, 0].float()
         return [
             LossRecord(loss, dict(zip(names, pairs_2m[:, 1:].unbind(1), strict=True)))
@@ -145,14 +162,15 @@ class Pipeline(GradientReducer):
 
     def output(self, batch: Batch) -> Tensor | None:
         """Return the model's output for an evaluation batch, in the model's shape; None except on the last stage."""
-        rank, size = self.group.rank(), self.group.size()
+        rank, size, passing = self.group.rank(), self.group.size(), Passing(self.group, self.edges, self.device)
         output: Tensor | None = None
         for stage in self.stages:
             if stage.index == 0:
                 stage.feed(batch)
                 output = stage()
             else:
-                output = stage(receive(self.group, (rank - 1) % size, self.device))
+                output = stage(passing.receive((rank - 1) % size))
             if stage.index < self.total - 1:
-                send(output, self.group, (rank + 1) % size)
+                assert output is not None
+                passing.send(output, (rank + 1) % size)
         return output if self.is_last else None

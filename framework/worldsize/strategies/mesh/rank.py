@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast, final
+from typing import final
 
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from worldsize.core import ConfigError, MicroBatch, Recipe, Replica, RunContext, World
+from worldsize.core import ConfigError, MicroBatch, Recipe, Reduction, Replica, RunContext, World
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
-from worldsize.strategies.mesh.layout import AXES, Layout
-from worldsize.strategies.mesh.norm import MeshNorm
+from worldsize.strategies.mesh.groups import MeshGroups
+from worldsize.strategies.mesh.layout import Layout, along
+from worldsize.strategies.mesh.norm import MeshNorm, WholeNorm
 from worldsize.strategies.mesh.ownership import Ownership
 from worldsize.strategies.mesh.parallel import Sharding, divide, keep_held, step_apart
 from worldsize.strategies.mesh.partition import stages_of
@@ -25,6 +24,7 @@ from worldsize.strategies.mesh.pipeline import Pipeline, Tied
 from worldsize.strategies.mesh.replica import PipelineReplica
 from worldsize.strategies.mesh.schedule import PipelineSchedule
 from worldsize.strategies.mesh.stage import Stage
+from worldsize.strategies.mesh.sums import DataParts
 from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state
 from worldsize.strategies.synchronous import SynchronousReplica
@@ -41,25 +41,34 @@ class Rank:
     layout: Layout
     schedule: PipelineSchedule
     sharding: Sharding
+    reduce: Reduction = "flat"
 
     def replica(self) -> Replica:
         """Build this rank's replica; all ranks of the mesh must call it."""
-        mesh = init_device_mesh(self.context.world.device.type, self.layout.sizes, mesh_dim_names=AXES)
+        mesh = self._groups.mesh()
         is_first = self.context.world.rank == 0
         deferred = DeferredModel.build(self.recipe.model, warns=is_first)  # no process holds the whole model
         return self._piece(deferred, mesh) if self.schedule.stages == 1 else self._stages(deferred, mesh)
 
     @property
-    def _coordinate(self) -> dict[str, int]:
-        return dict(zip(AXES, self.layout.coordinate(self.context.world.rank), strict=True))
+    def _logical_ranks(self) -> int | None:
+        """Number of logical ranks of all parts of the data; None: each part has equally many."""
+        return self.context.logical_ranks if self.sharding.interruptible else None
+
+    @property
+    def _groups(self) -> MeshGroups:
+        return MeshGroups(self.context, self.layout, self.sharding.interruptible)
 
     def _data(self, mesh: DeviceMesh) -> World:
         """Return the world of the ranks that train the same part of the model."""
-        groups = {self.context.world.role: mesh.get_group("data")} if self.layout.data > 1 else {}
-        return replace(self.context.world, rank=self._coordinate["data"], size=self.layout.data, groups=groups)
+        groups = {self.context.world.role: along(mesh, "data").get_group()} if self.layout.data > 1 else {}
+        return replace(self.context.world, rank=self._groups.coordinate["data"], size=self.layout.data, groups=groups)
 
-    def _norm(self, spare: Collection[Tensor]) -> MeshNorm:
-        axes = {axis: place for axis, place in self._coordinate.items() if axis != "pipeline"}
+    def _norm(self, mesh: DeviceMesh, spare: Collection[Tensor]) -> MeshNorm | WholeNorm:
+        if self.reduce == "ordered":
+            stages = along(mesh, "pipeline").get_group() if self.layout.pipeline > 1 else None
+            return WholeNorm(self.context.world.device, stages, spare)
+        axes = {axis: place for axis, place in self._groups.coordinate.items() if axis != "pipeline"}
         return MeshNorm(self.context.world, axes, spare)
 
     def _full_state(self, model: nn.Module) -> Mapping[str, object]:
@@ -83,9 +92,10 @@ class Rank:
         divide(self.recipe, model, [model], mesh, self.sharding)
         deferred.fill(self.context.world.device)
         model.to(self.context.world.device)
-        sums = _Clipping(sharded_reducer("flat", model, data), self._norm(()))
-        train_state = self._train_state(model, full_state)
-        return SynchronousReplica(self.recipe, replace(self.context, world=data), train_state=train_state, reducer=sums)
+        ranks = self._logical_ranks
+        sums = _Clipping(sharded_reducer(self.reduce, model, data, logical_ranks=ranks), self._norm(mesh, ()))
+        state, context = self._train_state(model, full_state), replace(self.context, world=data)
+        return SynchronousReplica(self.recipe, context, train_state=state, reducer=sums, logical_ranks=ranks)
 
     def _stages(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
         """Build a rank that holds a part of some layers."""
@@ -110,25 +120,32 @@ class Rank:
             stage.to(self.context.world.device)
             stage.listen()
         owned.leave_others()
+        parts = DataParts(along(mesh, "data").get_group(), self.reduce, self._logical_ranks)
+        for stage in mine:
+            stage.sums = parts.sums(stage)
         pipeline = Pipeline(
             stages=mine,
             total=self.schedule.stages,
-            group=mesh.get_group("pipeline"),
-            copies=mesh.get_group("data"),
+            group=along(mesh, "pipeline").get_group(),
+            parts=parts,
             device=self.context.world.device,
             kind=self.schedule.kind,
             tied=self._tied(owned),
-            norm=self._norm(owned.spare()),
+            norm=self._norm(mesh, owned.spare()),
+            edges=self._groups.edges(),
         )
-        train_state = self._train_state(model, full_state)
         inner = SynchronousReplica(
-            self.recipe, replace(self.context, world=data), train_state=train_state, reducer=pipeline
+            self.recipe,
+            replace(self.context, world=data),
+            train_state=self._train_state(model, full_state),
+            reducer=pipeline,
+            logical_ranks=self._logical_ranks,
         )
         return PipelineReplica(self.recipe, data, inner, pipeline)
 
     @property
     def _p(self) -> int:
-        return self._coordinate["pipeline"]
+        return self._groups.coordinate["pipeline"]
 
     def _stage(self, layers: Sequence[nn.Module], index: int) -> Stage:
         precision = self.context.numerics.precision
@@ -136,21 +153,10 @@ class Rank:
 
     def _tied(self, owned: Ownership) -> list[Tied]:
         """Group the parameters that several ranks of the pipeline hold; all ranks of the mesh must call it."""
-        groups = {ranks: self._group_of(ranks) for ranks in owned.tied()}
+        groups = {ranks: self._groups.of(ranks) for ranks in owned.tied()}
         return [
             Tied(owned.parameters(owned.tied()[ranks]), group) for ranks, group in groups.items() if group is not None
         ]
-
-    def _group_of(self, ranks: Sequence[int]) -> ProcessGroup | None:
-        """Return the group of these pipeline ranks at this rank's coordinate on the other axes, if it is a member.
-
-        Only members create the group. All ranks must create the same number of groups in this way, since torch names
-        groups by a counter: a rank that is not a member creates a group of itself.
-        """
-        own = self.context.world.rank
-        members = self.layout.across(list(ranks), self._coordinate["data"], self._coordinate["tensor"])
-        group = dist.new_group(members if own in members else [own], use_local_synchronization=True)
-        return cast("ProcessGroup", group) if own in members else None
 
 
 @final
@@ -159,7 +165,7 @@ class _Clipping(GradientReducer):
     """Wraps the reducer ``inner``, and clips by the norm over the whole mesh."""
 
     inner: GradientReducer
-    norm: MeshNorm
+    norm: MeshNorm | WholeNorm
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         return self.inner.run(batches, backward)

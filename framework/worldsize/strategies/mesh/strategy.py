@@ -21,6 +21,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.strategies.alone import alone
+from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.hook_trial import refuse_mixing_hooks
 from worldsize.strategies.mesh.cost import mesh_cost
 from worldsize.strategies.mesh.layout import Layout
@@ -48,12 +49,15 @@ class Mesh(Strategy):
     2104.04473), where each rank has ``stages_per_rank`` stages (None: 2). ``split``: the first layers of all stages but
     the first (None: balanced by parameters). ``micro_batches``: default number of logical ranks of a data-parallel part
     (None: 2 × pipeline). ``reshard_after_forward`` as in FSDP (None: unless there is a pipeline, which would gather for
-    each micro-batch).
+    each micro-batch). ``reduce="ordered"`` gives the same bits for any number of data-parallel parts, as long as
+    ``tensor`` stays. ``on_failure="heal"``: the others go on without a dead process, in as many data-parallel parts as
+    they are enough for, from copies of its shards in the memory of peers; those that are too many wait.
     """
 
     averages_weights = True
     compiles = True
     recomputes = True
+    shards_state = True
 
     data: Annotated[int | None, Range(least=1)] = None
     tensor: Annotated[int, Range(least=1)] = 1
@@ -65,17 +69,33 @@ class Mesh(Strategy):
     wrap: Wrap = "auto"
     wrap_parameters: Annotated[int, Range(least=1)] = 1_000_000
     reshard_after_forward: bool | None = None
+    on_failure: OnFailure = "restart"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reduce == "ordered":
-            raise ConfigError(
-                "strategy.reduce=ordered: a layer that is divided over ranks sums in a different order. "
-                "Set reproducibility=deterministic (the same bits on the same mesh), or strategy=fsdp."
-            )
-        if self.reduce != "flat":
+        if self.reduce == "hierarchical":
             raise ConfigError(f"strategy.reduce={self.reduce}: a mesh sums along its axes. Set strategy.reduce=flat.")
+        if self.on_failure == "heal":
+            self._check_heals()
         _ = self._pipeline  # incompatible options are an error here, before any process starts
+
+    def _check_heals(self) -> None:
+        if self.data is not None:
+            raise ConfigError(
+                f"strategy.on_failure=heal: strategy.data={self.data} cannot stay when processes die or join. Set "
+                "strategy.data=null: it follows from the number of processes."
+            )
+        if self.pipeline > 1 and self.schedule == "interleaved":
+            raise ConfigError(
+                "strategy.on_failure=heal: strategy.schedule=interleaved takes only certain numbers of micro-batches, "
+                "and those of a part of the data change. Set strategy.schedule=1f1b or gpipe."
+            )
+
+        if self.pipeline > 1 and self.reshard_after_forward:
+            raise ConfigError(
+                "strategy.on_failure=heal: strategy.reshard_after_forward=true gathers a stage for each micro-batch, "
+                "of which parts of the data may have different numbers. Set strategy.reshard_after_forward=null."
+            )
 
     @property
     def _pipeline(self) -> PipelineSchedule:
@@ -136,7 +156,13 @@ class Mesh(Strategy):
                 f"strategy.tensor={self.tensor} does not divide the {cluster.processes_per_node} processes of a node, "
                 "and ranks that share layers would communicate between nodes. Set strategy.tensor to a divisor of them."
             )
-        return {"worker": Role(processes=cluster.processes)}
+        if self.on_failure == "heal" and cluster.nodes > 1 and self.tensor > 1:
+            raise ConfigError(
+                f"strategy.on_failure=heal: on {cluster.nodes} nodes, the strategy.tensor={self.tensor} ranks that "
+                "share layers would be on different nodes when one of them has died. Set strategy.tensor=1, or "
+                "strategy.on_failure=restart."
+            )
+        return worker_roles(cluster, self.on_failure, self.tensor * self.pipeline)
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         layout, count = self.layout(cluster.processes), work.micro_batches or self.default_micro_batches
@@ -154,7 +180,7 @@ class Mesh(Strategy):
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         if world.size == 1:
-            return alone(recipe, recipe.model().to(world.device), context)
+            return alone(recipe, recipe.model().to(world.device), context, self.reduce)
         reshard = self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
-        sharding = Sharding(self.wrap, self.wrap_parameters, reshard)
-        return Rank(recipe, context, self.layout(world.size), self._pipeline, sharding).replica()
+        sharding = Sharding(self.wrap, self.wrap_parameters, reshard, self.on_failure == "heal")
+        return Rank(recipe, context, self.layout(world.size), self._pipeline, sharding, self.reduce).replica()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any, final
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.pipelining import PipelineStage
 
 from worldsize.collectives.step_timer import mark, phase
+from worldsize.strategies.mesh.edges import Edges
+from worldsize.strategies.mesh.stage import Stage
 
 
 def time_column(layer: nn.Module) -> None:
@@ -44,12 +47,38 @@ def _wait_for_output(layer: nn.Module, args: tuple[Any, ...], output: Any) -> No
 
 @final
 class TimedStage(PipelineStage):
-    """A stage whose passes count as computing; between them the schedule waits for neighbour stages."""
+    """A stage whose passes count as computing; between them the schedule waits for neighbour stages.
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    Each pass is told to the sums of the stage, whose module is ``stage``. ``edges``: send its messages, if waits for
+    them are to end when the gang does.
+    """
+
+    def __init__(self, stage: Stage, *args: Any, edges: Edges | None, **kwargs: Any) -> None:
+        super().__init__(stage, *args, **kwargs)
+        self._sums, self._edges = stage.sums, edges
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with phase("compute"):
-            return super().forward_one_chunk(*args, **kwargs)
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            self._sums.forwarded(fwd_chunk_id)
+        return output
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with phase("compute"):
-            return super().backward_one_chunk(*args, **kwargs)
+            super().backward_one_chunk(*args, **kwargs)
+            self._sums.backwarded()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._interruptible(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._interruptible(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._interruptible(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._interruptible(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _interruptible(self, messages: list[dist.P2POp]) -> list[dist.P2POp]:
+        return self._edges.messages(messages) if self._edges else messages

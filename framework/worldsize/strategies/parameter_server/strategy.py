@@ -88,6 +88,7 @@ class ParameterServer(Strategy):
     trains_multi_update: ClassVar[bool] = True
     serves_rows: ClassVar[bool] = True
     recomputes: ClassVar[bool] = True
+    divides_lr: ClassVar[bool] = True
     servers: int = 1
     replicas: Annotated[int, Range(least=0, most=1, hint="standbys of each server")] = 0
     consistency: Consistency = "sync"
@@ -130,10 +131,6 @@ class ParameterServer(Strategy):
         return {"sync": 0, "bounded": self.staleness, "async": math.inf}[self.consistency]
 
     @property
-    def _rows(self) -> RowRule:
-        return RowRule(self.seed, self.servers, self.sharding, self.admit_after, self.capacity)
-
-    @property
     def _group(self) -> ServerGroup:
         return ServerGroup(self.servers, self.replicas, self.lease, self.transport, self.host, self.nodes)
 
@@ -148,6 +145,9 @@ class ParameterServer(Strategy):
             "server": Role(self._group.processes, restart=restart, serves=True, min_processes=self.servers),
             "worker": Role(workers, restart="individual", serves=True, min_processes=1),
         }
+
+    def update_parts(self, cluster: Cluster, logical_ranks: int) -> int | None:
+        return logical_ranks if self.bound else None
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         numel = round(work.parameter_bytes / 4)
@@ -175,8 +175,8 @@ class ParameterServer(Strategy):
             plan, rule = planner.plan(train_state), _rule(context, self.bound, by_staleness=self.by_staleness)
             pending = self._group.server(recipe, train_state, context, plan=plan, rule=rule)
             _warn_of_momentum(pending.train_state, staleness=self.staleness)
-            return run_server(pending, context, bound=self.bound, rows=self._rows)
-        model, tables = linked_model(recipe, self._rows, cache_rows=self.cache_rows)
+            return run_server(pending, context, bound=self.bound, rows=_row_rule(self))
+        model, tables = linked_model(recipe, _row_rule(self), cache_rows=self.cache_rows)
         plan = planner.plan(TrainState.of(recipe, model))
         dialer = self._group.dialer(f"worker-{context.world.rank}", context)
         options = WorkerOptions(self.bound == 0, staleness=self.staleness)
@@ -200,9 +200,13 @@ class ParameterServer(Strategy):
             self.servers,
             bucket_bytes=int(self.bucket_mb * 2**20),
             keeps_whole=self.reduce == "ordered" and numerics.clip_norm is not None,  # for norms of whole parameters
-            rows=self._rows,
+            rows=_row_rule(self),
             codec=codec_of(self.compression, share=self.top_share),
         )
+
+
+def _row_rule(strategy: ParameterServer) -> RowRule:
+    return RowRule(strategy.seed, strategy.servers, strategy.sharding, strategy.admit_after, strategy.capacity)
 
 
 _DIVERGES = 36  # momentum / (1 - momentum) × staleness above which training slows down or diverges

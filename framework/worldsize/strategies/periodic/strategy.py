@@ -40,6 +40,9 @@ class PeriodicSyncStrategy(Strategy):
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         return {"worker": Role(processes=cluster.processes)}
 
+    def update_parts(self, cluster: Cluster, logical_ranks: int) -> int:
+        return self.data_parallel(cluster)
+
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         model = recipe.model().to(world.device)

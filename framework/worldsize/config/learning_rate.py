@@ -1,0 +1,110 @@
+"""How many samples one update has, and the learning rate that follows from them.
+
+A step has ``batch_size`` samples at any number of processes. Under most strategies they are one update. Where workers
+train apart, each of them makes an update of its own part of the samples, so that the size of an update depends on how
+many workers there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from worldsize.errors import ConfigError
+
+if TYPE_CHECKING:
+    from worldsize.config.settings import Settings
+
+
+def rate_factor(rule: str, *, samples: float, base: float) -> float:
+    """Return the factor of a learning rate that was chosen for updates of ``base`` samples, for updates of ``samples``.
+
+    Args:
+        rule: "linear": in proportion (Goyal et al. 2017, arXiv 1706.02677, section 2.1), for SGD; "sqrt": by the square
+            root (Krizhevsky 2014, arXiv 1404.5997, section 5; Hoffer et al. 2017, arXiv 1705.08741, section 4); "none".
+        samples: Samples of one update.
+        base: Samples of an update for which the rate was chosen.
+    """
+    return {"none": 1.0, "linear": samples / base, "sqrt": math.sqrt(samples / base)}[rule]
+
+
+def update_samples(settings: Settings) -> float:
+    """Return how many samples one update has."""
+    return settings.training.batch_size / (_parts(settings) or 1)
+
+
+def scaled_lr(settings: Settings) -> float | None:
+    """Return the learning rate of ``settings``, whose rate is the typed one, by the rule ``cluster.scale_lr``.
+
+    Raises:
+        ConfigError: the rule would change nothing at any number of processes, or there is no rate or no rule.
+    """
+    (rule, base), lr = _rule(settings), settings.training.lr
+    if rule == "none":
+        if base is not None:
+            raise ConfigError(
+                f"cluster.base_batch={base} says for how many samples lr was chosen, and cluster.scale_lr=none scales "
+                "nothing. Set cluster.scale_lr=linear or sqrt, or leave cluster.base_batch out."
+            )
+        return lr
+    if lr is None:
+        raise ConfigError(
+            f"cluster.scale_lr={rule} scales lr, and this run has lr=null. Set lr, or cluster.scale_lr=none."
+        )
+    if base is None and not _varies(settings):
+        name, batch_size = type(settings.strategy).__name__, settings.training.batch_size
+        what = "an update" if _parts(settings) is None else "a step, whose updates take a part of lr each,"
+        raise ConfigError(
+            f"cluster.scale_lr={rule}: nothing scales under {name}: {what} has batch_size={batch_size} samples at any "
+            "number of processes. Set cluster.scale_lr=none, or cluster.base_batch to the number of samples for which "
+            f"lr={lr:g} was chosen."
+        )
+    return lr * _factor(settings)
+
+
+def update_text(settings: Settings) -> str:
+    """Say how many samples an update has, and which learning rate. ``settings`` are those that have the scaled one."""
+    batch_size, parts, lr = settings.training.batch_size, _parts(settings), settings.training.lr
+    samples = f"{update_samples(settings):g} samples"
+    if parts is None:
+        samples += ", at any number of processes"
+    else:
+        samples += f", of batch_size={batch_size} over {parts} {'workers' if _varies(settings) else 'logical ranks'}"
+    if lr is None:
+        return f"an update: {samples}; its learning rate is the recipe's own"
+    return f"an update: {samples}; lr {lr:g}{_origin(settings, lr)}"
+
+
+def _origin(settings: Settings, lr: float) -> str:
+    rule, base = _rule(settings)
+    if rule != "none":
+        ratio = f"{_ruled(settings):g}/{base or settings.training.batch_size:g}"
+        return f" = {lr / _factor(settings):g} × {f'√({ratio})' if rule == 'sqrt' else ratio} (cluster.scale_lr={rule})"
+    if _varies(settings):
+        return " at any number of workers (cluster.scale_lr=none)"
+    return "" if _parts(settings) is None else ", of which each update takes a part"
+
+
+def _factor(settings: Settings) -> float:
+    rule, base = _rule(settings)
+    return rate_factor(rule, samples=_ruled(settings), base=base or settings.training.batch_size)
+
+
+def _rule(settings: Settings) -> tuple[str, int | None]:
+    node: Mapping[str, Any] = settings.config["cluster"]
+    return node.get("scale_lr", "none"), node.get("base_batch")  # older runs have neither
+
+
+def _parts(settings: Settings) -> int | None:
+    return settings.strategy.update_parts(settings.cluster, settings.logical_ranks)
+
+
+def _varies(settings: Settings) -> bool:
+    """Return whether the samples that go with a whole ``lr`` depend on the number of workers."""
+    return _parts(settings) is not None and not settings.strategy.divides_lr
+
+
+def _ruled(settings: Settings) -> float:
+    """Return the samples that go with a whole ``lr``."""
+    return update_samples(settings) if _varies(settings) else settings.training.batch_size

@@ -1,0 +1,86 @@
+"""Kinds of devices by the names that torch gives them: cpu, cuda, xpu, mps, hpu, and those of packages that extend it.
+
+Torch is imported inside the functions, since it takes seconds and the configuration names devices without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from worldsize.errors import ConfigError, neighbours
+
+if TYPE_CHECKING:
+    import torch
+
+_KNOWN = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")  # what an error message lists, beside this machine's accelerator
+_NO_DEVICES = ("meta", "lazy", "vulkan", "opengl", "opencl", "ideep", "mkldnn", "fpga", "ve", "ipu", "hip")
+_XLA = (
+    "cluster.device={kind} needs torch_xla, which worldsize does not drive. Set cluster.device=cpu or cuda; "
+    "docs/howto/devices.md says what TPUs would take."
+)
+
+
+def device_count(kind: str) -> int:
+    """Return how many devices of a ``kind`` other than "cpu" torch can use on this machine.
+
+    Raises:
+        ConfigError: torch knows no such kind.
+    """
+    import torch
+
+    check_kind(kind)
+    try:
+        return int(torch.get_device_module(kind).device_count())
+    except RuntimeError:  # the package that brings its module is not installed here
+        return 0
+
+
+def check_kind(kind: str) -> None:
+    """Raise ConfigError unless this torch, with the packages that extend it, knows devices of this ``kind``."""
+    import torch
+
+    if kind in ("xla", "tpu"):
+        raise ConfigError(_XLA.format(kind=kind))
+    accelerator = torch.accelerator.current_accelerator()
+    try:
+        known = torch.device(kind).type == kind and kind not in _NO_DEVICES
+    except RuntimeError:
+        known = False
+    if not known:
+        names = {*_KNOWN, *([accelerator.type] if accelerator else [])}
+        raise ConfigError(
+            f"cluster.device={kind!r} is unknown{neighbours(kind, names)} Devices that a package adds to torch are "
+            "known where it is installed."
+        )
+
+
+def default_backend(kind: str) -> str:
+    """Return the backend of torch.distributed for tensors on devices of this ``kind``.
+
+    Raises:
+        ConfigError: torch has none.
+    """
+    if kind in ("cpu", "cuda"):
+        return "gloo" if kind == "cpu" else "nccl"
+    import torch.distributed as dist
+
+    try:
+        return str(dist.get_default_backend_for_device(kind))
+    except ValueError as error:
+        raise ConfigError(
+            f"torch knows no backend of torch.distributed for cluster.device={kind}. Install the package that brings "
+            "one, or name it with cluster.backend."
+        ) from error
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether ``device`` computes beside the host, which has to wait for its results."""
+    return device.type not in ("cpu", "meta")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done all that it was given; a CPU has."""
+    import torch
+
+    if is_accelerator(device):
+        torch.get_device_module(device).synchronize()

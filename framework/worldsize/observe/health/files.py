@@ -1,0 +1,155 @@
+"""The files about the health of nodes: one of samples and one of alerts for each node, in the run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields
+from itertools import islice
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.core import NodeAlert
+from worldsize.files import open_regular
+from worldsize.observe.events import NODE_ALERT
+from worldsize.observe.health.rows import HealthRow, is_health, why_slow
+from worldsize.observe.progress import Tail
+from worldsize.records.json_lines import Row, complete_lines, row_of
+from worldsize.records.run_directory import RunDirectory, make_folder_of
+from worldsize.strict_json import strict
+
+_LINES = 5000  # of a file of samples; then every second one is dropped
+_END = 1 << 16  # bytes of a file that hold its last lines
+_RECENT = 120.0  # seconds for which a sample explains why a process is slow
+_SEARCHED = 64  # nodes whose files are searched for a host
+_ALERTS = "_alerts.jsonl"
+
+
+@final
+class HealthFile:
+    """Appends samples of a node to its file, which keeps at most 5,000: of a long run fewer of earlier times.
+
+    Raises:
+        FileNotFoundError: the run folder was deleted.
+    """
+
+    def __init__(self, run: RunDirectory, node: int) -> None:
+        self._path = run.health(node)
+        self._alerts = alerts_path(self._path)
+        make_folder_of(self._path, run)
+        self._lines = sum(1 for _ in complete_lines(self._path))
+
+    def append(self, row: HealthRow, alerts: Sequence[NodeAlert]) -> None:
+        """Append a line, and the alerts that it has raised to the file beside it."""
+        if self._lines >= _LINES:
+            self._thin()
+        with self._path.open("a") as file:
+            file.write(json.dumps(strict(row)) + "\n")
+        self._lines += 1
+        if alerts:
+            with self._alerts.open("a") as file:
+                file.writelines(json.dumps(strict(asdict(each))) + "\n" for each in alerts)
+
+    def _thin(self) -> None:
+        kept = [line for line, _ in complete_lines(self._path)][1::2]
+        draft = self._path.with_name(f".{self._path.name}")
+        draft.write_bytes(b"".join(kept))
+        draft.replace(self._path)
+        self._lines = len(kept)
+
+
+def alerts_path(samples: Path) -> Path:
+    """Return the file of alerts that belongs to a file of samples."""
+    return samples.with_name(samples.stem + _ALERTS)
+
+
+@final
+class AlertFiles:
+    """Reads the alerts of all nodes that are raised after this object was made."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._folder = run.path / "health"
+        self._tails = {path: Tail(path) for path in self._paths()}
+
+    def new(self) -> Iterator[NodeAlert]:
+        """Yield the alerts since the last call; only nodes that have raised one have a file."""
+        for path in self._paths():
+            tail = self._tails.setdefault(path, Tail(path, from_start=True))
+            yield from (alert for line in tail.read() if (alert := alert_of(row_of(line))))
+
+    def _paths(self) -> list[Path]:
+        with suppress(OSError):
+            return sorted(self._folder.rglob(f"*{_ALERTS}"))
+        return []
+
+
+@final
+class AlertNews:
+    """Reads the alerts that ``events.jsonl`` gains after this object was made."""
+
+    def __init__(self, events: Path) -> None:
+        self._tail = Tail(events)
+
+    def new(self) -> list[NodeAlert]:
+        """Return the alerts since the last call."""
+        named = (row_of(line) for line in self._tail.read() if NODE_ALERT.encode() in line)
+        return [alert for row in named if row and row.get("event") == NODE_ALERT and (alert := alert_of(row))]
+
+
+def alert_of(row: Row | None) -> NodeAlert | None:
+    """Return the alert that a line describes; None: it describes none."""
+    kinds: Mapping[str, tuple[type, ...]] = {
+        "node": (int,),
+        "host": (str,),
+        "what": (str,),
+        "value": (int, float),
+        "limit": (int, float),
+        "rank": (int, type(None)),
+        "gpu": (int, type(None)),
+        "detail": (str,),
+    }
+    facts: dict[str, Any] = {each.name: row.get(each.name) for each in fields(NodeAlert)} if row else {}
+    return NodeAlert(**facts) if row and all(type(facts[name]) in kind for name, kind in kinds.items()) else None
+
+
+def last_samples(path: Path, *, since: float = 0.0, at_most: int = 3) -> list[HealthRow]:
+    """Read the last samples of a node's file, from Unix time ``since`` on; empty if there are none."""
+    with suppress(OSError), open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _END))
+        rows = [row for line in file.read().splitlines()[-at_most:] if (row := row_of(line)) and is_health(row)]
+        return [row for row in rows if row["time"] >= since]
+    return []
+
+
+def sample_files(run: RunDirectory) -> dict[int, Path]:
+    """Return the files of samples in a run folder by node, in order."""
+    files = {}
+    with suppress(OSError):
+        for path in (run.path / "health").rglob("node_*.jsonl"):
+            if named := re.fullmatch(r"node_(\d{5,7})\.jsonl", path.name, re.ASCII):
+                files[int(named[1])] = path
+    return dict(sorted(files.items()))
+
+
+def why_host_is_slow(run: RunDirectory, host: str, rank: int, *, per_node: int) -> str:
+    """Say what is wrong with a host now, by its last samples; empty if nothing is, or nothing is known.
+
+    Args:
+        run: The run folder.
+        host: Name of the host.
+        rank: Global rank of a process on it.
+        per_node: Number of processes of each node.
+    """
+    first, since = rank // per_node, time.time() - _RECENT
+    # in a gang that heals, the ranks of a node need not follow each other
+    others = [node for node in islice(sample_files(run), _SEARCHED) if node != first]
+    for node in (first, *others):
+        rows = last_samples(run.health(node), since=since)
+        if rows and rows[-1]["host"] == host:
+            return why_slow(rows)
+    return ""

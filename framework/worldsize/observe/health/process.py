@@ -1,0 +1,152 @@
+"""Looks at the health of one node in a process of its own, whatever the number of ranks, at no cost to their steps."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, final
+
+from worldsize.core import HealthLimits
+from worldsize.observe.events import EventLog
+from worldsize.observe.health.alerts import HealthAlerts
+from worldsize.observe.health.files import AlertFiles, HealthFile
+from worldsize.observe.health.rows import health_row
+from worldsize.records.run_directory import RunDirectory
+from worldsize.world.environments import host_name
+from worldsize.world.parent import die_with_parent
+from worldsize.world.preemption import SIGNALS
+
+if TYPE_CHECKING:
+    from worldsize.observe.health.counters import Counters
+
+_logger = logging.getLogger(__name__)
+
+_FIRST = 5.0  # seconds until the first reading, and from there to the first sample: a short run pays nothing for it
+_COLLECT = 5.0  # seconds between two looks for the alerts of other nodes
+_NICENESS = 19  # every process of the run has priority
+_LAST = 1.0  # seconds that the process gets to end
+
+
+@final
+class HealthProcess:
+    """Context with the process that samples a node and writes a line a sample to its file in the run folder.
+
+    The one of the first node also passes the alerts of all nodes on to ``events.jsonl``.
+
+    Args:
+        folder: The run folder.
+        limits: How often it looks, and what it raises an alert for.
+        node: Index of this node.
+        root: Id of a process that all processes of the run on this node descend from; None: this one.
+    """
+
+    def __init__(self, folder: Path, limits: HealthLimits, *, node: int, root: int | None = None) -> None:
+        run, own = RunDirectory(folder), os.getpid()
+        arguments = (run, limits, node, own if root is None else root, own)
+        self._process: BaseProcess = get_context("fork").Process(target=_body, args=arguments, daemon=True)
+
+    def __enter__(self) -> Self:
+        # it must not end by our own handlers of the signals that end a run
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()  # the alerts at hand are passed on
+        self._process.join(_LAST)
+        self._process.kill()
+        self._process.join()
+
+
+def _body(run: RunDirectory, limits: HealthLimits, node: int, root: int, parent: int) -> None:
+    """Sample until this process is asked to end."""
+    die_with_parent(parent)
+    gc.freeze()  # else it would copy the memory that it shares with its parent
+    for number in SIGNALS:  # the launching process decides when this one ends, by SIGTERM
+        signal.signal(number, signal.SIG_IGN if number != signal.SIGTERM else _end)
+    alerts, events, sampler = AlertFiles(run), EventLog(run.events), None
+    os.nice(_NICENESS)
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        for is_sample in _ticks(limits.every):
+            if is_sample and sampler is None:  # its first sample is of the time from now on
+                sampler = Sampler(run, limits, node, root)
+            elif is_sample and sampler is not None:
+                with _full_disk_passed_over():
+                    sampler.sample()
+            if node == 0:
+                _pass_on(alerts, events)
+    except FileNotFoundError:  # the run folder was deleted, which ends the run
+        return
+    except Exception as error:  # whatever a node's counters hold: losing sight of it must not lose the run
+        _logger.warning("the health of node %d is watched no longer: %s: %s", node, type(error).__name__, error)
+    finally:
+        if node == 0:
+            with suppress(OSError):
+                _pass_on(alerts, events)
+
+
+def _end(*_: object) -> None:
+    sys.exit(0)
+
+
+def _ticks(every: float) -> Iterator[bool]:
+    """Wait, and yield whether it is time for a sample; otherwise it is time to look for alerts."""
+    due, is_first = time.monotonic() + min(every, _FIRST), True
+    while True:
+        time.sleep(max(0.0, min(due - time.monotonic(), _COLLECT)))
+        if is_sample := time.monotonic() >= due:
+            due, is_first = time.monotonic() + (min(every, _FIRST) if is_first else every), False
+        yield is_sample
+
+
+@contextmanager
+def _full_disk_passed_over() -> Iterator[None]:
+    """Go on without a sample that the disk does not take; the next one may find room."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
+def _pass_on(alerts: AlertFiles, events: EventLog) -> None:
+    for alert in alerts.new():
+        events(alert)
+
+
+@final
+class Sampler:
+    """Takes samples of this node, and writes them and their alerts to its files."""
+
+    def __init__(self, run: RunDirectory, limits: HealthLimits, node: int, root: int) -> None:
+        from worldsize.observe.health.gpus import Gpus  # these are imported where they are used: in this process alone
+
+        self._run, self._root, self._host = run, root, host_name(os.environ)
+        self._file, self._alerts, self._gpus = HealthFile(run, node), HealthAlerts(limits, node), Gpus()
+        self._before = self._read()
+
+    def sample(self) -> None:
+        """Write a line about the time since the sample before."""
+        now = self._read()
+        row = health_row(self._before, now, host=self._host, time=time.time())
+        self._before = now
+        self._file.append(row, self._alerts.judge(row))
+
+    def _read(self) -> Counters:
+        from worldsize.observe.health.counters import read_counters
+
+        return read_counters(self._root, self._run.path, self._gpus)

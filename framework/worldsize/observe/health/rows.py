@@ -1,0 +1,203 @@
+"""A line about the health of a node: made from two readings of its counters, checked where it is read, put in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeGuard
+
+from worldsize.records.json_lines import Row, is_number
+
+if TYPE_CHECKING:  # it imports psutil, which those who read these lines have no use for
+    from worldsize.observe.health.counters import Counters
+
+_NUMBERS = (
+    *("time", "cpu", "cpu_of_others", "memory", "memory_bytes", "swap", "swap_bytes", "disk", "disk_free"),
+    *("received", "sent", "network_errors"),
+)
+_GPU_NUMBERS = ("index", "utilisation", "memory", "temperature", "ecc_errors")
+_MOST = 4096  # GPUs or ranks of a node
+_BUSY = 0.95  # share of a node's processors from which on they are all taken
+_OTHERS = 0.20  # share of them that others than the run must use to be worth a word
+_SWAPPING = 1e6  # bytes a second
+
+
+class GpuRow(TypedDict):
+    """One GPU; see :class:`~worldsize.observe.health.gpus.GpuReading`. What it does not say is left out.
+
+    Attributes:
+        slowed_by: What made it slower than its load would allow.
+        ecc_errors: Memory errors since the line before that could not be corrected.
+    """
+
+    index: int
+    utilisation: NotRequired[float]
+    memory: NotRequired[float]
+    temperature: NotRequired[float]
+    slowed_by: list[str]
+    ecc_errors: NotRequired[int]
+
+
+class HealthRow(TypedDict):
+    """The state of a node between the line before and this one.
+
+    Attributes:
+        time: Unix time.
+        host: Its name.
+        cpu: Share of its processors' time that was used.
+        cpu_of_others: The same by processes that do not belong to the run.
+        memory: Share of its memory in use.
+        memory_bytes: The same in bytes.
+        swap: Bytes a second moved between memory and swap space.
+        swap_bytes: Bytes in swap space.
+        disk: Share of the run folder's file system in use.
+        disk_free: Bytes free there.
+        received: Bytes a second from its networks.
+        sent: Bytes a second to its networks.
+        network_errors: Errors a minute of its network interfaces.
+        resident: Resident bytes of the process of each rank.
+        gpus: Its GPUs.
+    """
+
+    time: float
+    host: str
+    cpu: float
+    cpu_of_others: float
+    memory: float
+    memory_bytes: int
+    swap: float
+    swap_bytes: int
+    disk: float
+    disk_free: int
+    received: float
+    sent: float
+    network_errors: float
+    resident: dict[str, int]
+    gpus: list[GpuRow]
+
+
+def health_row(before: Counters, now: Counters, *, host: str, time: float) -> HealthRow:
+    """Return what happened on the node ``host`` from one reading to the next, which was at Unix time ``time``."""
+    seconds = max(now.at - before.at, 1e-9)
+    network = [max(0, after - earlier) / seconds for earlier, after in zip(before.network, now.network, strict=True)]
+    busy = max(0.0, now.busy - before.busy)
+    total = max(busy + now.idle - before.idle, 1e-9)
+    own = sum(max(0.0, used - before.own.get(pid, 0.0)) for pid, used in now.own.items())
+    errors = {gpu.index: gpu.ecc_errors for gpu in before.gpus}
+    return {
+        "time": round(time, 3),
+        "host": host,
+        "cpu": round(busy / total, 4),
+        "cpu_of_others": round(max(0.0, busy - own) / total, 4),
+        "memory": round(now.memory.share, 4),
+        "memory_bytes": now.memory.used,
+        "swap": round(max(0, now.swapped - before.swapped) / seconds, 1),
+        "swap_bytes": now.swap_used,
+        "disk": round(now.disk.share, 4),
+        "disk_free": now.disk.total - now.disk.used,
+        "received": round(network[0], 1),
+        "sent": round(network[1], 1),
+        "network_errors": round(60 * network[2], 3),
+        "resident": {str(rank): size for rank, size in sorted(now.resident.items())},
+        "gpus": [_gpu(asdict(gpu), errors.get(gpu.index)) for gpu in now.gpus],
+    }
+
+
+def _gpu(reading: dict[str, Any], errors_before: int | None) -> GpuRow:
+    if reading["ecc_errors"] is not None:
+        known = reading["ecc_errors"] if errors_before is None else errors_before
+        reading["ecc_errors"] = max(0, reading["ecc_errors"] - known)
+    said = {name: round(each, 4) if isinstance(each, float) else each for name, each in reading.items()}
+    return {name: each for name, each in said.items() if each is not None}  # type: ignore[return-value]
+
+
+def is_health(row: Row) -> TypeGuard[HealthRow]:
+    """Return whether a row has the fields of a line about a node, with values that can be computed with."""
+    resident, gpus = row.get("resident"), row.get("gpus")
+    return (
+        isinstance(row.get("host"), str)
+        and all(_is_finite(row.get(name)) for name in _NUMBERS)
+        and isinstance(resident, dict)
+        and len(resident) <= _MOST
+        and all(rank.isdecimal() and _is_finite(size) for rank, size in resident.items())
+        and isinstance(gpus, list)
+        and len(gpus) <= _MOST
+        and all(map(_is_gpu, gpus))
+    )
+
+
+def _is_gpu(row: Any) -> bool:
+    if not isinstance(row, dict) or type(row.get("index")) is not int:
+        return False
+    slowed_by = row.get("slowed_by")
+    is_named = isinstance(slowed_by, list) and all(isinstance(each, str) for each in slowed_by)
+    return is_named and all(_is_finite(row.get(name, 0)) for name in _GPU_NUMBERS)
+
+
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and not isinstance(value, str)
+
+
+def why_slow(rows: Sequence[HealthRow]) -> str:
+    """Say what in the lines about a node, which cover the same time, makes its processes slow; empty if nothing does.
+
+    Something counts if it is so in most of the lines: a slow rank is slow for a while, too.
+    """
+    reasons = [
+        *(f"GPU {index} is slowed down ({by})" for index, by in _slowed(rows)),
+        _mostly([row["swap"] for row in rows if row["swap"] > _SWAPPING], rows, "it swaps {:,.0f} MB/s", 1e-6),
+        _mostly(
+            [row["cpu_of_others"] for row in rows if row["cpu_of_others"] > _OTHERS and row["cpu"] > _BUSY],
+            rows,
+            "all processors are busy, {:.0f} % of them with processes that are not of this run",
+            100,
+        ),
+        _mostly(
+            [row["network_errors"] for row in rows if row["network_errors"] > 0],
+            rows,
+            "{:,.0f} network errors a minute",
+        ),
+    ]
+    return "; ".join(filter(None, reasons))
+
+
+def _mostly(values: Sequence[float], rows: Sequence[HealthRow], text: str, unit: float = 1.0) -> str:
+    """Return the text with the mean of the values if most of the rows have one."""
+    return text.format(unit * sum(values) / len(values)) if 2 * len(values) > len(rows) else ""
+
+
+def _slowed(rows: Sequence[HealthRow]) -> Iterable[tuple[int, str]]:
+    """Yield each GPU that was slowed down in most of the rows, and by what."""
+    causes: dict[int, list[str]] = {}
+    for row in rows:
+        for gpu in row["gpus"]:
+            if gpu["slowed_by"]:
+                causes.setdefault(gpu["index"], []).append(", ".join(gpu["slowed_by"]))
+    return ((index, texts[-1]) for index, texts in sorted(causes.items()) if 2 * len(texts) > len(rows))
+
+
+# what each kind of alert says; {value} and {limit} are numbers in the units of the text
+_ALERTS: Mapping[str, tuple[str, float]] = {
+    "memory": ("{value:.0f} % of its memory are in use; the kernel kills a process when there is none left", 100),
+    "process_memory": ("rank {rank} holds {value:.2f} GB, more than cluster.max_memory ({limit:.2f} GB)", 1e-9),
+    "swap": ("it moves {value:,.1f} MB/s between memory and swap space", 1e-6),
+    "disk": ("the file system of the run folder is {value:.0f} % full", 100),
+    "temperature": ("GPU {gpu} has {value:.0f} °C", 1),
+    "throttled": ("GPU {gpu} is slowed down ({detail})", 1),
+    "ecc": ("GPU {gpu} has {value:.0f} new memory errors that could not be corrected", 1),
+    "network": ("its network interfaces count {value:,.0f} errors a minute", 1),
+}
+ALERTS = tuple(_ALERTS)
+
+
+def described_alert(row: Mapping[str, Any]) -> str:
+    """Describe an alert in one line for people, from its fields."""
+    host, what, value = row.get("host"), row.get("what"), row.get("value")
+    if not isinstance(what, str) or what not in _ALERTS or not isinstance(value, int | float):
+        return f"something is wrong with {host}"
+    text, unit = _ALERTS[what]
+    limit = row.get("limit")
+    facts = {name: row.get(name) for name in ("rank", "gpu", "detail")}
+    known = unit * limit if isinstance(limit, int | float) else float("nan")
+    more = f" ({row['detail']})" if row.get("detail") and "{detail}" not in text else ""
+    return f"node {row.get('node')}, {host}: {text.format(value=unit * value, limit=known, **facts)}{more}."

@@ -1,0 +1,73 @@
+"""Messages between the stages of a pipeline, with waits that end when the gang does.
+
+When a wait for a message of gloo times out, gloo closes all connections of the group, so that nobody can look in
+between whether the gang has ended; the wait for a collective can be tried again. So a message is a broadcast in a group
+of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from worldsize.collectives.step_timer import wait
+
+
+def neighbours(pipeline: int) -> Iterator[tuple[int, int]]:
+    """Yield the pairs of ranks of a pipeline of which the first one sends to the second, forward and backward."""
+    for rank in range(pipeline - 1):
+        yield rank, rank + 1
+        yield rank + 1, rank
+
+
+@final
+@dataclass(frozen=True)
+class Edges:
+    """Messages of pipeline rank ``rank``; ``groups``: by the ranks that send and receive, the group of the two."""
+
+    rank: int
+    groups: Mapping[tuple[int, int], ProcessGroup]
+
+    def start(self, tensor: Tensor, source: int, target: int) -> Work:
+        """Start to send ``tensor``, of any shape, if this is rank ``source``, or to fill it if it is ``target``."""
+        first = 0 if source < target else 1
+        work = dist.broadcast(tensor, group=self.groups[source, target], group_src=first, async_op=True)
+        assert work is not None
+        return work
+
+    def messages(self, messages: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Return these messages between stages, to be sent and waited for in this way."""
+        return [_Message(each, self) for each in messages]
+
+
+@final
+class _Message(dist.P2POp):
+    def __new__(cls, message: dist.P2POp, edges: Edges) -> _Message:
+        made = super().__new__(cls, message.op, message.tensor)
+        assert isinstance(made, cls)
+        return made
+
+    def __init__(self, message: dist.P2POp, edges: Edges) -> None:
+        sends, peer = message.op is dist.isend, message.group_peer
+        pair = (edges.rank, peer) if sends else (peer, edges.rank)
+        start: Any = partial(_started, edges, pair)  # what it returns need only have wait()
+        super().__init__(start, message.tensor, message.peer, message.group, message.tag)
+
+
+def _started(edges: Edges, pair: tuple[int, int], tensor: Tensor, **_: Any) -> _Patient:
+    return _Patient(edges.start(tensor.contiguous(), *pair))
+
+
+@final
+@dataclass(frozen=True)
+class _Patient:
+    work: Work
+
+    def wait(self) -> None:
+        wait(self.work)

@@ -1,0 +1,227 @@
+"""Keeps each process on the cores and in the memory next to its GPU, or on a part of the machine of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.core import Cluster, Pinning
+from worldsize.errors import ConfigError
+from worldsize.world.machine import MachineTopology, read_topology, shortened
+
+_logger = logging.getLogger(__name__)
+
+_PREFERRED = 1  # MPOL_PREFERRED of set_mempolicy(2): other memory is taken once this is full
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # numbers of the system call
+
+
+@final
+@dataclass(frozen=True)
+class Pin:
+    """The place of one process on its machine.
+
+    Attributes:
+        cores: Logical processors that it and its threads may run on.
+        numa: NUMA node of its memory.
+        gpu: PCI address of its GPU; None: it has none.
+        adapters: InfiniBand and RoCE adapters at the same NUMA node, which NCCL finds by itself.
+    """
+
+    cores: frozenset[int]
+    numa: int
+    gpu: str | None
+    adapters: tuple[str, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        near = {"adapters": list(self.adapters)} if self.adapters else {}
+        return {"cores": shortened(self.cores), "numa": self.numa, **({"gpu": self.gpu} if self.gpu else {}), **near}
+
+    def __str__(self) -> str:
+        near = " and ".join(filter(None, (self.gpu and f"GPU {self.gpu}", ", ".join(self.adapters))))
+        return f"cores {shortened(self.cores)}, memory of NUMA node {self.numa}" + (f", near {near}" if near else "")
+
+
+@final
+@dataclass(frozen=True)
+class Pins:
+    """The places of the processes of a machine by local rank; without any they are not pinned, for a ``reason``."""
+
+    processes: tuple[Pin, ...] = ()
+    reason: str = ""
+
+    def of(self, local_rank: int) -> Pin | None:
+        """Return the place of a process; one that joined later has none."""
+        return self.processes[local_rank] if local_rank < len(self.processes) else None
+
+    def describe(self) -> dict[str, Any]:
+        """Return them as plain values, for the manifest."""
+        if not self.processes:
+            return {"reason": self.reason}
+        return {"processes": [{"local_rank": rank, **pin.describe()} for rank, pin in enumerate(self.processes)]}
+
+
+def plan_pins(
+    pinning: Pinning, machine: MachineTopology, *, usable: Set[int], processes: int, gpus: Sequence[str] = ()
+) -> Pins:
+    """Decide where the processes of this machine run.
+
+    "numa": on all cores of a NUMA node, that of its GPU if it has one. "exclusive": on an equal part of these, which no
+    other process of the run has. "auto": as "numa" if there are several NUMA nodes, and each gets as many processes,
+    unless somebody has bound this process already.
+
+    Args:
+        pinning: The value of ``cluster.pin``.
+        machine: The machine.
+        usable: Logical processors that this process may run on.
+        processes: Number of processes of the run on this machine.
+        gpus: PCI addresses of their GPUs by local rank; empty if they train on CPUs.
+
+    Raises:
+        ConfigError: "exclusive", and there are fewer physical cores than processes.
+    """
+    nodes = {number: own & usable for number, own in machine.numa.items() if own & usable}
+    if pinning == "none" or not nodes:
+        return Pins(reason="cluster.pin=none" if pinning == "none" else "the kernel does not say which cores there are")
+    if pinning == "auto" and (reason := _why_not(machine, nodes, usable, processes, gpus)):
+        return Pins(reason=reason)
+    homes = _homes(machine, nodes, processes, gpus)
+    cores = [nodes[home] for home in homes]
+    if pinning == "exclusive":
+        cores = _shares(machine, nodes, homes)
+    near = {node: tuple(name for name, at in machine.adapters.items() if at == node) for node in nodes}
+    addresses = [*gpus] if gpus else [None] * processes
+    return Pins(tuple(Pin(own, home, gpu, near[home]) for own, home, gpu in zip(cores, homes, addresses, strict=True)))
+
+
+def _why_not(
+    machine: MachineTopology, nodes: Mapping[int, Set[int]], usable: Set[int], processes: int, gpus: Sequence[str]
+) -> str:
+    """Return why "auto" leaves the processes to the kernel; empty if it pins them."""
+    if usable < machine.cores:
+        return f"this process is bound to cores {shortened(usable)} of {shortened(machine.cores)} already"
+    if len(nodes) == 1:
+        return "the machine has one NUMA node, so no memory is nearer than other memory"
+    if gpus and any(machine.gpus.get(gpu) not in nodes for gpu in gpus):
+        return "the kernel does not say to which NUMA nodes the GPUs belong"
+    if not gpus and processes % len(nodes):
+        return f"{processes} processes do not divide over {len(nodes)} NUMA nodes"
+    return ""
+
+
+def _homes(machine: MachineTopology, nodes: Mapping[int, Set[int]], processes: int, gpus: Sequence[str]) -> list[int]:
+    """Return the NUMA node of each process: that of its GPU if it is known, else neighbouring ranks share one."""
+    order = sorted(nodes)
+    spread = [order[rank * len(order) // processes] for rank in range(processes)]
+    known = [machine.gpus.get(gpu) for gpu in gpus] or [None] * processes
+    return [home if home in nodes else other for home, other in zip(known, spread, strict=True)]  # type: ignore[misc]
+
+
+def _shares(
+    machine: MachineTopology, nodes: Mapping[int, frozenset[int]], homes: Sequence[int]
+) -> list[frozenset[int]]:
+    """Divide the physical cores of each NUMA node over its processes, in order of their ranks."""
+    shares = dict[int, frozenset[int]]()
+    for home in set(homes):
+        ranks = [rank for rank, own in enumerate(homes) if own == home]
+        by_core = sorted(nodes[home], key=lambda core: (machine.physical[core], core))
+        cores = [frozenset(same) for _, same in groupby(by_core, key=lambda core: machine.physical[core])]
+        if len(cores) < len(ranks):
+            raise ConfigError(
+                f"cluster.pin=exclusive: NUMA node {home} has {len(cores)} physical cores for {len(ranks)} processes. "
+                "Set cluster.pin=numa or none, or start fewer processes."
+            )
+        for place, rank in enumerate(ranks):
+            each, more = divmod(len(cores), len(ranks))
+            begin, end = (rank_before * each + min(rank_before, more) for rank_before in (place, place + 1))
+            shares[rank] = frozenset[int]().union(*cores[begin:end])
+    return [shares[rank] for rank in range(len(homes))]
+
+
+def pins_here(cluster: Cluster, environ: Mapping[str, str], *, machine: MachineTopology | None = None) -> Pins:
+    """Decide where the processes of this machine run, before they are started.
+
+    ``machine``: its topology; None: it is read from the kernel.
+
+    Raises:
+        ConfigError: they cannot be pinned as ``cluster.pin`` asks.
+    """
+    if cluster.pin == "none":
+        return Pins(reason="cluster.pin=none")
+    machine, processes = machine or read_topology(), cluster.processes_per_node
+    gpus = visible_gpus(machine, environ, processes) if cluster.device == "cuda" else []
+    return plan_pins(cluster.pin, machine, usable=os.sched_getaffinity(0), processes=processes, gpus=gpus)
+
+
+def pin_process(cluster: Cluster, *, local_rank: int, processes: int) -> Pin | None:
+    """Pin this process, one of several on this machine, as ``cluster.pin`` asks; return its place, None: not pinned.
+
+    A process that trains on a GPU has chosen it by now.
+
+    Raises:
+        ConfigError: it cannot be pinned.
+    """
+    if cluster.pin == "none":
+        return None
+    machine = read_topology()
+    if cluster.pin == "auto" and len(machine.numa) == 1:  # CUDA need not be asked
+        return None
+    gpus = cuda_gpus(processes) if cluster.device == "cuda" else []
+    pins = plan_pins(cluster.pin, machine, usable=os.sched_getaffinity(0), processes=processes, gpus=gpus)
+    if pin := pins.of(local_rank):
+        apply_pin(pin)
+    return pin
+
+
+def visible_gpus(machine: MachineTopology, environ: Mapping[str, str], processes: int) -> list[str]:
+    """Guess the PCI addresses of the GPUs of this machine by local rank, before CUDA is there to ask.
+
+    GPUs of one model are numbered in the order of their addresses; CUDA_VISIBLE_DEVICES may choose among them.
+    """
+    addresses = [*machine.gpus]
+    chosen = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if all(each.strip().isdecimal() for each in chosen):
+        addresses = [addresses[int(each)] for each in chosen if int(each) < len(addresses)]
+    return addresses[:processes]
+
+
+def cuda_gpus(processes: int) -> list[str]:
+    """Return the PCI addresses of the GPUs of the processes of this machine, as CUDA numbers them."""
+    import torch
+
+    properties: list[Any] = [torch.cuda.get_device_properties(index) for index in range(processes)]
+    return [f"{each.pci_domain_id:04x}:{each.pci_bus_id:02x}:{each.pci_device_id:02x}.0" for each in properties]
+
+
+def apply_pin(pin: Pin) -> None:
+    """Restrict this process, its threads and its later children to the cores, and let them prefer the memory."""
+    for thread in Path("/proc/self/task").iterdir():  # also those that CUDA has started
+        with suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(thread.name), pin.cores)
+    if not _prefer_memory(pin.numa):
+        _logger.info("set_mempolicy is not allowed here: memory comes from wherever its first user runs")
+    _logger.info("pinned to %s", pin)
+
+
+def _prefer_memory(node: int) -> bool:
+    """Let the kernel take memory from the NUMA node as long as it has some; return whether it agrees.
+
+    Containers often forbid it; then memory still comes from the node of the core that touches it first.
+    """
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if sys.platform != "linux" or number is None:
+        return False
+    mask = (ctypes.c_ulong * 16)()
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask[node // bits] = 1 << node % bits
+    code: int = ctypes.CDLL(None).syscall(number, _PREFERRED, mask, ctypes.c_ulong(bits * len(mask)))
+    return code == 0

@@ -1,0 +1,70 @@
+"""A mesh goes on without its dead, in whole blocks of the ranks that train one part of the data together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.faults.test_healing import faults, kill, memberships
+from tests.faults.test_healing_of_shards import EQUAL, NO_FILE, SLOW, result_of
+
+SIZES = ("recipe.width=16", "recipe.depth=2", "recipe.heads=2", "recipe.context=32", "recipe.test_bytes=2000")
+PACE = ("steps=12", "batch_size=16", "log_every=3", "evaluate_every=6", "cluster.threads=1")
+ELASTIC = ("recipe=stdlib_lm", *SIZES, *PACE, "reproducibility=elastic", "strategy=mesh")
+HEAL = ("strategy.on_failure=heal", *NO_FILE)
+TENSOR, PIPELINE = "strategy.tensor=2", "strategy.pipeline=2"
+
+
+@pytest.fixture
+def undisturbed(reference_run: Any) -> Callable[..., dict[str, Any]]:
+    """``undisturbed(*options)`` is the result of one block of processes that nobody kills."""
+
+    def run(*options: str) -> dict[str, Any]:
+        result = reference_run(*ELASTIC, *NO_FILE, *options).json("result.json")
+        return {key: result[key] for key in EQUAL}
+
+    return run
+
+
+def test_one_of_the_survivors_waits_until_another_joins(train: Any, undisturbed: Any) -> None:
+    """2 × 2, then 1 × 2 and one that waits, then 2 × 2 with it again; then the process that logs dies, too."""
+    planted = faults(kill(1, 5), kill(0, 18, attempt=None), SLOW)
+    options = ("steps=26", "launcher.max_restarts=1", "cluster.processes=4")
+    run = train(*ELASTIC, TENSOR, *HEAL, *options, planted)
+    assert result_of(run) == undisturbed(TENSOR, "cluster.processes=2", "steps=26")
+    sizes = [len(members) for members in memberships(run.folder)]
+    assert memberships(run.folder)[0] == [0, 1, 2, 3]
+    assert sizes[:3] == [4, 2, 4]
+    assert set(sizes) == {2, 4}
+
+
+def test_a_stage_that_waits_for_a_dead_one_or_for_one_that_hangs_goes_on(train: Any, undisturbed: Any) -> None:
+    """3 parts of the data of 2 stages each, then 2 with 5 and 4 logical ranks; the second loss brings in who waits."""
+    hang = {"action": "stop", "rank": 0, "step": 9}
+    ranks = ("logical_ranks=9", "batch_size=18")
+    options = (*ranks, "cluster.processes=6", "cluster.timeout=6")
+    run = train(*ELASTIC, PIPELINE, *HEAL, *options, faults(kill(4, 5), hang))
+    assert result_of(run) == undisturbed(PIPELINE, *ranks, "cluster.processes=2")
+    assert [len(members) for members in memberships(run.folder)] == [6, 4, 4]
+    assert "worker 0 does not answer; going on without it" in run.error
+
+
+@pytest.mark.slow
+def test_all_that_train_one_part_of_the_data_may_die_at_once(train: Any, undisturbed: Any) -> None:
+    """2 parts of the data of 2 × 2 ranks each: the copies of one are in the memory of the other."""
+    options = ("cluster.processes=8", "steps=8")
+    run = train(*ELASTIC, TENSOR, PIPELINE, *HEAL, *options, faults(*(kill(rank, 5) for rank in (0, 1, 4, 5))))
+    assert result_of(run) == undisturbed(TENSOR, PIPELINE, "cluster.processes=4", "steps=8")
+    assert sorted(memberships(run.folder)[-1]) == [2, 3, 6, 7]
+
+
+def test_less_than_a_block_starts_again_from_the_checkpoint(train: Any, undisturbed: Any) -> None:
+    options = ("checkpoint.every=4", "launcher.max_restarts=1", "cluster.processes=2")
+    run = train(*ELASTIC, TENSOR, "strategy.on_failure=heal", *options, faults(kill(1, 7)))
+    assert run.code == 0, run.error
+    attempts = run.json("run_manifest.json")["attempts"]
+    assert [attempt["exit_reason"] for attempt in attempts] == ["failed", "completed"]
+    result = run.json("result.json")
+    assert {key: result[key] for key in EQUAL} == undisturbed(TENSOR, "cluster.processes=2")

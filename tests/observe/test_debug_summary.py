@@ -1,0 +1,100 @@
+"""Logs of NCCL and torch become a few lines: which network, how many connections, and who warned of what."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.observe.run_folders import attempt, write_run
+from worldsize.app import logs
+from worldsize.observe.debug_summary import debug_summary
+from worldsize.observe.nccl_log import parse_nccl
+from worldsize.records.flight import collectives_file
+from worldsize.records.run_directory import RunDirectory
+
+# as NCCL 2.21 and 2.27 write them to NCCL_DEBUG_FILE, without lines that say nothing of networks
+FIRST = """\
+gpu1:4021:4021 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>
+gpu1:4021:4021 [0] NCCL INFO NET/Plugin: No plugin found (libnccl-net.so)
+gpu1:4021:4021 [0] NCCL INFO cudaDriverVersion 12040
+NCCL version 2.21.5+cuda12.4
+gpu1:4021:4060 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.1<0>
+gpu1:4021:4060 [0] NCCL INFO Using non-device net plugin version 0
+gpu1:4021:4060 [0] NCCL INFO Using network IB
+gpu1:4021:4060 [0] NCCL INFO ncclCommInitRank comm 0x8d5 rank 0 nranks 4 cudaDev 0 commId 0x49b - Init START
+gpu1:4021:4060 [0] NCCL INFO Channel 00/02 :    0   1   2   3
+gpu1:4021:4060 [0] NCCL INFO Channel 00/0 : 3[1] -> 0[0] [receive] via NET/IB/0(1)/GDRDMA
+gpu1:4021:4060 [0] NCCL INFO Channel 01/0 : 3[1] -> 0[0] [receive] via NET/IB/0/GDRDMA
+gpu1:4021:4060 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
+gpu1:4021:4060 [0] NCCL INFO ncclCommInitRank comm 0x8d5 rank 0 nranks 4 cudaDev 0 commId 0x49b - Init COMPLETE
+gpu1:4021:4090 [0] NCCL INFO ncclCommSplit comm 0x9a1 rank 1 nranks 2 cudaDev 0 commId 0x77c - Init COMPLETE
+"""
+SECOND = """\
+[2026-05-05 06:16:47] gpu2:900:931 [1] transport/net_ib.cc:1296 NCCL WARN NET/IB : Got completion with status=12
+gpu2:900:900 [1] NCCL INFO NCCL version 2.27.5+cuda12.9
+gpu2:900:931 [1] NCCL INFO NET/IB : No device found.
+gpu2:900:931 [1] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.2<0> [1]eth1:10.0.1.2<0>
+gpu2:900:931 [1] NCCL INFO Using network Socket
+gpu2:900:931 [1] NCCL INFO ncclCommInitRankConfig comm 0x1 rank 3 nranks 4 cudaDev 1 commId 0x49b - Init START
+[2026-05-05 06:16:49] gpu2:900:931 [1] transport/net_ib.cc:1296 NCCL WARN NET/IB : Got completion with status=5
+
+gpu2:900:931 [1] misc/socket.cc:484 NCCL WARN socketStartConnect: Connect to 10.0.0.1<36529> failed : Connection refused
+"""
+
+
+def test_the_log_of_a_process_has_its_rank_its_network_and_its_connections() -> None:
+    log = parse_nccl(FIRST)
+    assert (log.host, log.version, log.rank, log.size, log.is_connected) == ("gpu1", "2.21.5+cuda12.4", 0, 4, True)
+    assert (log.network, log.devices, log.bootstrap) == ("IB", ("mlx5_0:1/IB", "mlx5_1:1/RoCE"), "eth0")
+    assert dict(log.connections) == {"NET/IB/0/GDRDMA": 2, "P2P/CUMEM/read": 1}
+    assert log.warnings == []
+
+
+def test_the_summary_says_who_is_on_which_network_and_who_warned(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for host, pid, text in (("gpu1", 4021, FIRST), ("gpu2", 900, SECOND)):
+        run.nccl_logs(host).mkdir(parents=True)
+        (run.nccl_logs(host) / f"nccl_{host}_{pid}.log").write_text(text)
+    for rank in (0, 1):
+        log = run.log("worker", rank)
+        log.write_text(f"step 1\n[rank{rank}]:[W505 06:16:50.1 ProcessGroupNCCL.cpp:1250] Warning: slow \x1b[31m\n")
+        collectives_file(log).write_text(json.dumps({"0": [57 - rank, 56], "": "x", "1": [True, [1]]}))
+    assert debug_summary(run).splitlines() == [
+        "what NCCL and torch logged (cluster.debug):",
+        "  NCCL 2.21.5+cuda12.4, 2.27.5+cuda12.9: 1 of 4 ranks are connected",
+        "  began to connect, and did not end: rank 3",
+        "  network IB: mlx5_0:1/IB, mlx5_1:1/RoCE, set up on eth0 (rank 0)",
+        "  network Socket: eth0, eth1 (rank 3)",
+        "  2 connections by NET/IB/0/GDRDMA",
+        "  1 connections by P2P/CUMEM/read",
+        "  collectives of group 0: 57 begun, 56 completed by worker_00000; 56 begun, 56 completed by worker_00001",
+        "  warned by rank 3 (2): transport/net_ib.cc:1296 NET/IB : Got completion with status=12",
+        r"  warned by worker_00000 (1), worker_00001 (1): ProcessGroupNCCL.cpp:1250 Warning: slow \x1b[31m",
+        "  warned by rank 3 (1): misc/socket.cc:484 socketStartConnect: Connect to 10.0.0.1<36529> failed : Connection "
+        "refused",
+    ]
+
+
+def test_the_summary_of_a_run_is_shown_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transport = {"backend": "gloo", "transports": ["socket"], "interface": "lo"}
+    run = write_run(tmp_path / "run", attempts=[attempt(1, steps=[0, 3], transport=transport)], steps=3)
+    monkeypatch.setattr(sys, "argv", ["logs", str(run), "--debug"])
+    with pytest.raises(SystemExit) as ended:
+        logs.main()
+    assert not ended.value.code
+    assert capsys.readouterr().out.splitlines()[1:] == ["  gloo by lo", "  no warnings"]
+
+
+@pytest.mark.parametrize("text", ["", "no line of NCCL", "x" * 3_000_000, "gpu1:1:1 [0] NCCL WARN \n" * 40])
+def test_a_log_that_says_little_or_much_makes_a_short_summary(tmp_path: Path, text: str) -> None:
+    run = RunDirectory(tmp_path)
+    run.nccl_logs("gpu1").mkdir(parents=True)
+    (run.nccl_logs("gpu1") / "nccl_gpu1_1.log").write_text(text)
+    said = debug_summary(run)
+    assert len(said) < 1000
+    assert ("warned by a process on gpu1 (40)" in said) == ("WARN" in text)

@@ -1,0 +1,512 @@
+"""The health of nodes is measured, written in few lines, and worth an alert when a limit is passed."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.observe.run_folders import START, write_run
+from worldsize.core import Event, HealthLimits, NodeAlert, RunEnded, StepDone, Straggling
+from worldsize.observe.events import EventLog, described
+from worldsize.observe.health.alerts import HealthAlerts
+from worldsize.observe.health.counters import Counters, Network, _adapters, read_counters
+from worldsize.observe.health.files import AlertFiles, AlertNews, HealthFile, alert_of, last_samples, why_host_is_slow
+from worldsize.observe.health.gpus import GpuReading, Gpus
+from worldsize.observe.health.memory import Memory, within
+from worldsize.observe.health.process import HealthProcess
+from worldsize.observe.health.rows import HealthRow, described_alert, health_row, is_health, why_slow
+from worldsize.observe.health.summary import NodesHealth, health_figures
+from worldsize.observe.report.page import page
+from worldsize.observe.subprocess_listeners import SubprocessListeners
+from worldsize.observe.watch import Watched, screen
+from worldsize.records.json_lines import row_of
+from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import look
+from worldsize.worker.process import _health_watched
+from worldsize.world.environments import Placement
+
+CALM: HealthRow = {
+    "time": START,
+    "host": "n1",
+    "cpu": 0.5,
+    "cpu_of_others": 0.0,
+    "memory": 0.4,
+    "memory_bytes": 4 * 10**9,
+    "swap": 0.0,
+    "swap_bytes": 0,
+    "disk": 0.5,
+    "disk_free": 10**12,
+    "received": 1e6,
+    "sent": 2e6,
+    "network_errors": 0.0,
+    "resident": {"4": 10**9, "5": 2 * 10**9},
+    "gpus": [],
+}
+HOT = {"index": 3, "utilisation": 0.4, "memory": 0.9, "temperature": 95, "slowed_by": ["temperature"], "ecc_errors": 0}
+LIMITS = HealthLimits(
+    every=20.0, memory=0.95, process_memory=3e9, swap=1e6, disk=0.9, temperature=90.0, network_errors=60.0
+)
+
+
+def row(**changes: Any) -> HealthRow:
+    return {**CALM, **changes}  # type: ignore[typeddict-item]
+
+
+# ---------------------------------------------------------------- what is read
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two processes called by their ranks; one holds 200 MB more, has used a second, and has forked a third."""
+    body = (
+        "import os, sys, time; from worldsize.world.parent import name_process; name_process(int(sys.argv[1]))\n"
+        "held = b'x' * int(sys.argv[2])\n"
+        "while time.process_time() < float(sys.argv[3]): pass\n"
+        "child = os.fork() if held else 1\n"
+        "print('ready', flush=True) if child else None; time.sleep(60)"
+    )
+    started = []
+    for words in (("7", "200000000", "1"), ("12", "0", "0")):
+        command = [sys.executable, "-c", body, *words]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True))
+    for process in started:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+    yield started
+    for process in started:
+        os.killpg(process.pid, 9)
+        process.communicate()
+
+
+def status(pid: int, key: str) -> int:
+    found = re.search(rf"^{key}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="compares with /proc")
+def test_the_counters_are_those_of_the_kernel(tmp_path: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
+    read = read_counters(os.getpid(), tmp_path, Gpus(), infiniband=tmp_path)
+    first, second = (each.pid for each in ranks)
+    # a rank's data workers have its name, too, but do not hide its own process
+    assert read.resident.keys() == {7, 12}
+    assert read.resident[7] == pytest.approx(status(first, "VmRSS"), rel=0.02)
+    assert read.resident[7] - read.resident[12] > 190e6
+    assert 0.98 <= read.own[first] < 3.0  # in ticks of 10 ms
+    assert read.own.keys() > {first, second}
+    assert len(read.own) >= 3  # with the one that was forked
+    assert os.getpid() not in read.own
+
+    user, nice, system, idle, wait, irq, soft, steal = map(
+        int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    )
+    hertz = os.sysconf("SC_CLK_TCK")
+    assert read.busy == pytest.approx((user + nice + system + irq + soft + steal) / hertz, rel=0.01)
+    assert read.idle == pytest.approx((idle + wait) / hertz, rel=0.01)
+    facts = os.statvfs(tmp_path)
+    assert read.disk.total == facts.f_blocks * facts.f_frsize
+    memory = re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    assert memory is not None
+    assert read.memory.total <= 1024 * int(memory[1])
+
+
+def test_memory_is_that_of_the_tightest_control_group_around_the_run(tmp_path: Path) -> None:
+    node, own = Memory(60, 1000), tmp_path / "cgroup"
+    own.write_text("0::/slurm/job_7/step_0\n")
+    assert within(node, cgroups=tmp_path, own=own) == node
+    for folder, limit, used in (("slurm", "max", 900), ("slurm/job_7", "500", 450), ("slurm/job_7/step_0", "max", 300)):
+        place = tmp_path / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "memory.max").write_text(f"{limit}\n")
+        (place / "memory.current").write_text(f"{used}\n")
+        (place / "memory.stat").write_text("anon 10\ninactive_file 50\n")
+    assert within(node, cgroups=tmp_path, own=own) == Memory(400, 500)
+    # in a container with its own view of control groups, the path is that of the host, and the limit is at the root
+    own.write_text("0::/../../kubepods/pod1\n")
+    (tmp_path / "memory.max").write_text("200\n")
+    (tmp_path / "memory.current").write_text("190\n")
+    (tmp_path / "memory.stat").write_text("inactive_file 30\n")
+    assert within(node, cgroups=tmp_path, own=own) == Memory(160, 200)
+    own.write_text("5:cpu:/x\n4:memory:/docker/c\n")
+    place = tmp_path / "memory/docker/c"
+    place.mkdir(parents=True)
+    for name, text in (("limit_in_bytes", "300"), ("usage_in_bytes", "299"), ("stat", "total_inactive_file 99")):
+        (place / f"memory.{name}").write_text(text)
+    assert within(node, cgroups=tmp_path, own=own) == Memory(200, 300)
+    (place / "memory.limit_in_bytes").write_text("9223372036854771712")  # no limit
+    assert within(node, cgroups=tmp_path, own=own) == node
+
+
+def test_bytes_of_infiniband_are_counted_in_words_of_four(tmp_path: Path) -> None:
+    counters = tmp_path / "mlx5_0/ports/1/counters"
+    counters.mkdir(parents=True)
+    for name, value in (("port_rcv_data", 100), ("port_xmit_data", 7), ("symbol_error", 2), ("link_downed", 1)):
+        (counters / name).write_text(f"{value}\n")
+    assert list(_adapters(tmp_path)) == [Network(400, 28, 3)]
+
+
+def test_gpus_are_read_and_none_are_there_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pynvml")
+    nvml = importlib.import_module("pynvml")
+    # what is replaced must be there under this name; this machine need not have a GPU
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=73, memory=20),
+        "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(total=80, used=20),
+        "nvmlDeviceGetTemperature": lambda _, sensor: 71 + sensor,
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle: (
+            handle * (nvml.nvmlClocksThrottleReasonHwSlowdown | nvml.nvmlClocksThrottleReasonSwThermalSlowdown)
+            | nvml.nvmlClocksThrottleReasonSwPowerCap
+        ),
+        "nvmlDeviceGetTotalEccErrors": lambda handle, kind, scope: 5 if (handle, kind, scope) == (1, 1, 0) else _no(),
+    }
+
+    def _no() -> None:
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+
+    for name, answer in answers.items():
+        monkeypatch.setattr(nvml, name, answer)
+    quiet, slow = Gpus().read()
+    assert quiet == GpuReading(0, 0.73, 0.25, 71, (), None)
+    assert slow == GpuReading(1, 0.73, 0.25, 71, ("hardware", "temperature"), 5)
+
+    def absent() -> None:
+        raise nvml.NVMLError(nvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(nvml, "nvmlInit", absent)
+    assert Gpus().read() == []
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert Gpus().read() == []
+
+
+# ---------------------------------------------------------------- a line
+
+
+def test_a_line_has_what_happened_between_two_readings() -> None:
+    before = Counters(
+        at=100.0,
+        busy=1000.0,
+        idle=500.0,
+        own={1: 50.0, 2: 10.0},
+        memory=Memory(10, 100),
+        swap_used=5,
+        swapped=1000,
+        disk=Memory(1, 10),
+        network=Network(1000, 2000, 3),
+        resident={0: 5},
+        gpus=[GpuReading(0, 0.5, 0.5, 60, (), 4), GpuReading(1, None, None, None, ("temperature",), None)],
+    )
+    # 16 s of 20 on 2 cores are busy; process 1 used 6 s and process 3 is new with 4 s; process 2 has ended
+    now = replace(
+        before,
+        at=110.0,
+        busy=1016.0,
+        idle=504.0,
+        own={1: 56.0, 3: 4.0},
+        memory=Memory(90, 100),
+        swapped=6000,
+        disk=Memory(4, 10),
+        network=Network(6000, 1000, 6),
+        resident={3: 7, 1: 8},
+        gpus=[GpuReading(0, 0.9, 0.5, 61, (), 6), before.gpus[1]],
+    )
+    line = health_row(before, now, host="n1", time=7.0)
+    assert line == {
+        "time": 7.0,
+        "host": "n1",
+        "cpu": 0.8,
+        "cpu_of_others": 0.3,
+        "memory": 0.9,
+        "memory_bytes": 90,
+        "swap": 500.0,
+        "swap_bytes": 5,
+        "disk": 0.4,
+        "disk_free": 6,
+        "received": 500.0,
+        "sent": 0.0,  # a counter that was set back
+        "network_errors": 18.0,
+        "resident": {"1": 8, "3": 7},
+        "gpus": [
+            {"index": 0, "utilisation": 0.9, "memory": 0.5, "temperature": 61, "slowed_by": (), "ecc_errors": 2},
+            {"index": 1, "slowed_by": ("temperature",)},
+        ],
+    }
+    assert is_health(json.loads(json.dumps(line)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host": 3},
+        {"cpu": "much"},
+        {"memory": "nan"},
+        {"resident": {"../x": 1}},
+        {"resident": [1]},
+        {"gpus": [{"index": 0}]},
+        {"gpus": [{**HOT, "temperature": "hot"}]},
+        {"gpus": [{**HOT, "slowed_by": [3]}]},
+    ],
+)
+def test_a_line_that_others_have_written_is_checked(changes: dict[str, Any]) -> None:
+    assert is_health(dict(row(gpus=[HOT])))
+    assert not is_health({**CALM, **changes})
+
+
+# ---------------------------------------------------------------- alerts
+
+
+def told(alerts: HealthAlerts, **changes: Any) -> list[str]:
+    return [each.what for each in alerts.judge(row(**changes))]
+
+
+def test_an_alert_is_raised_once_until_the_figure_has_come_back() -> None:
+    alerts = HealthAlerts(LIMITS, node=2)
+    assert told(alerts) == []
+    (alert,) = alerts.judge(row(memory=0.96))
+    assert alert == NodeAlert(2, "n1", "memory", 0.96, 0.95, detail="most of all ranks holds rank 5, 2.00 GB")
+    assert told(alerts, memory=0.99) == []
+    assert told(alerts, memory=0.94) == []  # not yet back
+    assert told(alerts, memory=0.96) == []
+    assert told(alerts, memory=0.80) == []
+    assert told(alerts, memory=0.96) == ["memory"]
+
+
+def test_each_kind_of_figure_has_its_limit() -> None:
+    alerts = HealthAlerts(LIMITS, node=0)
+    sick = {"disk": 0.91, "network_errors": 61.0, "swap": 2e6, "gpus": [HOT]}
+    assert told(alerts, **sick) == ["disk", "network"]
+    assert told(alerts, **sick) == ["swap", "temperature", "throttled"]  # twice in a row
+    assert told(HealthAlerts(HealthLimits(20.0), node=0), **sick, memory=1.0) == []
+
+
+def test_a_short_time_of_swapping_or_heat_is_no_alert() -> None:
+    alerts = HealthAlerts(LIMITS, node=0)
+    assert [told(alerts, swap=swap) for swap in (2e6, 0.0, 2e6, 0.0)] == [[]] * 4
+
+
+def test_each_new_memory_error_of_a_gpu_is_told() -> None:
+    alerts, bad = HealthAlerts(LIMITS, node=0), {**HOT, "temperature": 50, "slowed_by": [], "ecc_errors": 1}
+    assert [told(alerts, gpus=[bad]) for _ in range(2)] == [["ecc"], ["ecc"]]
+
+
+def test_the_rank_that_holds_too_much_is_named_with_its_bytes_and_the_bound() -> None:
+    (alert,) = HealthAlerts(LIMITS, node=1).judge(row(resident={"8": 10**9, "9": 3_456_000_000}))
+    assert (alert.what, alert.rank, alert.value, alert.limit) == ("process_memory", 9, 3_456_000_000, 3e9)
+    assert described_alert(vars(alert)) == ("node 1, n1: rank 9 holds 3.46 GB, more than cluster.max_memory (3.00 GB).")
+
+
+def test_a_slow_rank_is_explained_by_what_its_host_suffers_most_of_the_time() -> None:
+    assert why_slow([row(), row()]) == ""
+    assert why_slow([row(swap=5e6), row(swap=15e6), row()]) == "it swaps 10 MB/s"
+    assert why_slow([row(gpus=[HOT]), row(gpus=[HOT]), row()]) == "GPU 3 is slowed down (temperature)"
+    assert why_slow([row(gpus=[HOT]), row(), row()]) == ""
+    busy = row(cpu=0.99, cpu_of_others=0.4)
+    assert why_slow([busy]) == "all processors are busy, 40 % of them with processes that are not of this run"
+    assert why_slow([row(cpu=0.6, cpu_of_others=0.4)]) == ""  # there are free ones
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_file_of_a_long_run_has_a_bounded_number_of_lines(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    file = HealthFile(run, 0)
+    line = json.dumps(CALM) + "\n"
+    run.health(0).write_text(4999 * line)
+    file = HealthFile(run, 0)
+    for number in range(3):
+        file.append(row(time=float(number)), [])
+    lines = run.health(0).read_text().splitlines()
+    assert len(lines) == 2502
+    assert [json.loads(each)["time"] for each in lines[-3:]] == [0.0, 1.0, 2.0]
+    assert [each["time"] for each in last_samples(run.health(0), since=1.0)] == [1.0, 2.0]
+
+
+def test_alerts_of_all_nodes_reach_the_events_of_the_run_and_its_listeners(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    old = NodeAlert(1, "n1", "disk", 0.97, 0.95)
+    HealthFile(run, 1).append(CALM, [old])
+    files, news, log = AlertFiles(run), AlertNews(run.events), EventLog(run.events)
+    alerts = [NodeAlert(1, "n1", "ecc", 2, 0, gpu=3), NodeAlert(2500, "n2", "memory", 0.99, 0.95)]
+    for alert in alerts:
+        HealthFile(run, alert.node).append(CALM, [alert])
+    assert run.health(2500).parent.name == "02000"
+    passed = list(files.new())
+    assert sorted(passed, key=lambda each: each.node) == alerts
+    assert list(files.new()) == []
+    for alert in passed:
+        log(alert)
+    with run.events.open("a") as file:
+        file.write('{"event": "node_alert", "time": 1.0, "node": "x"}\nnonsense\n')
+    assert news.new() == passed
+    assert news.new() == []
+
+
+def test_the_process_of_the_first_node_passes_on_what_is_at_hand_when_it_ends(tmp_path: Path) -> None:
+    run, alert = RunDirectory(tmp_path), NodeAlert(1, "n1", "disk", 0.97, 0.95)
+    with HealthProcess(tmp_path, HealthLimits(3600.0), node=0) as health:
+        pid = health._process.pid
+        assert pid is not None
+        while os.getpriority(os.PRIO_PROCESS, pid) < 19:  # it looks for alerts from then on
+            time.sleep(0.01)
+        HealthFile(run, 1).append(CALM, [alert])
+    assert [alert_of(row_of(line)) for line in run.events.read_bytes().splitlines()] == [alert]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_ranks_that_somebody_starts_by_hand_have_one_process_for_each_node(tmp_path: Path) -> None:
+    settings: Any = SimpleNamespace(observe=SimpleNamespace(health=LIMITS))
+    run = RunDirectory(tmp_path)
+
+    def watches(rank: int, heartbeat: Path | None = None) -> bool:
+        place = Placement(rank, 8, rank % 4, 4, "env://", heartbeat=heartbeat)
+        return isinstance(_health_watched(settings, run, place), HealthProcess)
+
+    assert [watches(rank) for rank in range(8)] == [rank % 4 == 0 for rank in range(8)]
+    assert not watches(0, tmp_path)  # its launching process does
+    settings.observe.health = None
+    assert not watches(0)
+
+
+def test_listeners_are_told_alerts_between_other_events(tmp_path: Path) -> None:
+    run, told = RunDirectory(tmp_path), tmp_path / "told"
+    alert = NodeAlert(0, "n0", "memory", 0.99, 0.95)
+
+    def make() -> Any:
+        def listen(event: Event) -> None:
+            with told.open("a") as file:
+                file.write(f"{event!r}\n")
+
+        return listen
+
+    listeners = SubprocessListeners({"logger": make}, alerts=AlertNews(run.events).new)
+    EventLog(run.events)(alert)
+    listeners(RunEnded(3, "completed"))
+    assert told.read_text().splitlines() == [repr(alert), repr(RunEnded(3, "completed"))]
+
+
+def test_the_host_of_a_slow_rank_is_asked_for_its_health(tmp_path: Path) -> None:
+    run, now = RunDirectory(tmp_path), time.time()
+    for node, host, swap in ((0, "a", 0.0), (1, "b", 5e6)):
+        HealthFile(run, node).append(row(host=host, time=now, swap=swap), [])
+    assert why_host_is_slow(run, "b", 9, per_node=8) == "it swaps 5 MB/s"
+    assert why_host_is_slow(run, "a", 0, per_node=8) == ""
+    assert why_host_is_slow(run, "b", 0, per_node=8) == "it swaps 5 MB/s"  # its ranks may be anywhere
+    assert why_host_is_slow(run, "c", 0, per_node=8) == ""
+    run.health(1).write_text(json.dumps(row(host="b", time=now - 600, swap=5e6)) + "\n")
+    assert why_host_is_slow(run, "b", 9, per_node=8) == ""  # long ago
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+SICK: dict[int, dict[str, Any]] = {7: {"swap": 3e6, "cpu": 1.0}, 599: {"gpus": [HOT], "host": "n<b>"}}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run with 600 nodes, of which two are in a bad state."""
+    run = RunDirectory(write_run(tmp_path_factory.mktemp("large") / "run", steps=30, ranks=4))
+    now = time.time()
+    for node in range(600):
+        bad: dict[str, Any] = SICK.get(node, {})
+        HealthFile(run, node).append(row(**{"time": now, "host": f"n{node}", **bad}), [])
+    return run
+
+
+def test_watch_shows_the_nodes_that_deserve_a_look_most(large: RunDirectory) -> None:
+    watched, out = Watched(large.path), io.StringIO()
+    watched.look()
+    Console(file=out, width=200).print(screen(watched, look(large).manifest, "running"))
+    lines = out.getvalue().splitlines()
+    assert "8 of 600 nodes" in out.getvalue()
+    (swapping,) = [line for line in lines if "n7" in line]
+    assert "3 MB/s" in swapping
+    assert "rank 5: 2 GB" in swapping
+    (hot,) = [line for line in lines if "n<b>" in line]
+    assert "95 °C" in hot
+    assert "GPU 3: temperature" in hot
+
+
+def test_figures_for_a_logger_are_few_whatever_the_number_of_nodes(large: RunDirectory) -> None:
+    clock = iter([time.time(), time.time(), time.time() + 100])
+    nodes = NodesHealth(large.path, clock=lambda: next(clock))
+    figures = health_figures(nodes.new())
+    assert nodes.new() == {}  # not yet time
+    assert len(nodes.new()) == 600
+    assert len(figures) < 20
+    assert figures["health/swap"] == 3e6
+    assert figures["health/gpu_temperature"] == 95
+    assert figures["health/received"] == pytest.approx(600e6)
+    few = health_figures({0: row(cpu=0.2), 1: row(cpu=0.4)})
+    assert few["health/cpu"] == pytest.approx(0.3)
+    assert few["health/node_1/cpu"] == 0.4
+    assert health_figures({}) == {}
+
+
+def test_the_report_shows_health_and_alerts(large: RunDirectory) -> None:
+    alert = vars(NodeAlert(599, "n<b>", "throttled", 1, 0, gpu=3, detail="temperature"))
+    large.events.write_text(json.dumps({"event": "node_alert", "time": START + 9, **alert}) + "\n")
+    text = page([large.path])
+    assert "Health of the nodes" in text
+    assert "node 599, n&lt;b&gt;: GPU 3 is slowed down (temperature)." in text
+    assert "GPU 3: temperature" in text  # the node with an alert is shown
+    assert "568 more nodes" in text
+
+
+# ---------------------------------------------------------------- a run
+
+
+def test_a_run_records_its_nodes_and_warns_of_a_process_that_grows_beyond_its_bound(train: Any) -> None:
+    slow = "faults=[{action: slow, rank: null, seconds: 0.04}]"
+    watch = ("observe.health.every=0.4", "cluster.max_memory=1e8", "checkpoint=none")
+    run = train("recipe=digits", "recipe.width=4", "steps=80", "cluster.processes=2", "cluster.threads=1", slow, *watch)
+    assert run.code == 0, run.error
+    lines = (run.folder / "health/node_00000.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) >= 3
+    assert all(map(is_health, rows))
+    assert [path.name for path in run.folder.glob("health/node_*.jsonl")] != []
+    assert rows[-1]["resident"].keys() == {"0", "1"}
+    assert min(rows[-1]["resident"].values()) > 1e8  # torch alone is larger
+    assert any(0 < each["cpu"] <= 1 and each["cpu_of_others"] < each["cpu"] for each in rows)
+    found = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    assert {(each["what"], each["rank"], each["limit"]) for each in found if each["event"] == "node_alert"} == {
+        ("process_memory", 0, 1e8),
+        ("process_memory", 1, 1e8),
+    }
+    assert "more than cluster.max_memory (0.10 GB)" in run.output + run.error
+
+
+def test_a_straggler_is_described_with_the_health_of_its_host() -> None:
+    event = Straggling(250, 2, "n3", "cuda:1", "compute", 1.2, 210, health="GPU 1 is slowed down (temperature)")
+    assert described(event).endswith("it takes longer to compute (GPU 1 is slowed down (temperature)).")
+    assert row_of(json.dumps(vars(event)).encode()) is not None
+
+
+def test_listeners_of_runs_without_alerts_are_told_nothing_else(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+
+    def make() -> Any:
+        return lambda event: told.write_text(type(event).__name__)
+
+    listeners = SubprocessListeners({"logger": make})
+    listeners(StepDone(1, 1, 0.1, 0.1, None, 0, 0.0, (0.1,), 1.0))
+    listeners(RunEnded(1, "completed"))
+    assert told.read_text() == "RunEnded"
