@@ -10,7 +10,7 @@ import pytest
 
 from worldsize.core import ContainerImage
 from worldsize.errors import WorldsizeError
-from worldsize.reproducibility.container import Container, engine_of, recorded_image
+from worldsize.reproducibility.container import Container, engine_of, engines_for, recorded_image
 from worldsize.reproducibility.dockerfile import Dockerfile
 
 DIGEST = f"sha256:{'0123456789abcdef' * 4}"
@@ -139,3 +139,6 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
         engine_of("auto")
     (tmp_path / "docker").touch(mode=0o755)
     assert engine_of("auto") == "docker"
+    assert engines_for(ContainerImage("trainer.sif", DIGEST)) == ("apptainer",)
+    with pytest.raises(WorldsizeError, match="apptainer cannot make or open this image. Choose podman or docker"):
+        engine_of("apptainer", engines_for(None))

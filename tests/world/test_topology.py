@@ -73,8 +73,9 @@ def test_hosts_below_one_switch_become_neighbours_and_the_first_stays_the_first(
     assert tree.sizes(tree.ordered(hosts)) == [2, 4]
     assert tree.sizes(["h01", "h02", "h05", "h06"]) == [2]  # a rack and a region are the same there
     assert tree.sizes(["h01", "h02"]) == tree.sizes(["h01", "h03"]) == []
-    with pytest.raises(ConfigError, match="1 below west/r1, 2 below west/r2"):
-        tree.sizes(["h01", "h03", "h04"])
+    assert tree.sizes(["h01", "h03", "h04"]) == []  # racks of one and two hosts are no tier
+    with pytest.raises(ConfigError, match=r"rack=2: .* these 3 hosts have no equal number of them each"):
+        tree.check(["h01", "h03", "h04"], {"rack": 2})
     with pytest.raises(ConfigError, match="no switch above the host h99"):
         tree.ordered(["h99"])
 
@@ -129,6 +130,18 @@ def test_tiers_that_do_not_divide_the_nodes_are_refused(tiers: dict[str, int], m
     assert list(cluster_of({**config, "tiers": {"pod": 4, "rack": 2}}, None).tiers.items()) == [("rack", 2), ("pod", 4)]
 
 
+def test_hosts_are_taken_from_the_switches_in_turn_so_that_servers_are_below_all(tmp_path: Path) -> None:
+    (tmp_path / "topology.yaml").write_text(YAML)
+    tree = Topology.read(tmp_path / "topology.yaml", is_spread=True)
+    hosts = [f"h0{number}" for number in (6, 1, 2, 3, 4, 5, 7, 8)]
+    assert tree.ordered(hosts) == ["h06", "h01", "h07", "h03", "h05", "h02", "h08", "h04"]
+    assert tree.ordered(["h05", "h06", "h01"]) == ["h05", "h01", "h06"]
+    given = {"topology": str(tmp_path / "topology.yaml"), "hosts": ["h01", "h02", "h05", "h06"], "placement": "spread"}
+    assert with_topology(given)["hosts"] == ["h01", "h05", "h02", "h06"]
+    with pytest.raises(ConfigError, match="no rack of cluster.tiers has consecutive ranks"):
+        with_topology({**given, "tiers": {"rack": 2}})
+
+
 def test_a_tier_brings_its_link_along() -> None:
     fast = {"bandwidth": 50e9, "latency": 3e-6}
     cluster = with_tiers({"tiers": {"rack": {"nodes": 8, **fast}, "pod": 32}, "links": {"network": fast}})
@@ -176,4 +189,6 @@ def test_agents_are_started_in_the_order_of_the_switches(train: Any, tmp_path: P
     assert run.code == 0, run.error
     lines = [line for line in run.output.splitlines() if "WORLDSIZE_NODE_RANK" in line]
     places = [re.search(r" (h0\d) .*WORLDSIZE_NODE_RANK=(\d)", line) for line in lines]
+    refused = train("recipe=digits", f"cluster.topology={tmp_path}/topology.yaml")
+    assert (refused.code, "Local does not order its hosts by a file" in refused.error) == (2, True)
     assert [place and place.groups() for place in places] == [("h01", "0"), ("h02", "1"), ("h05", "2"), ("h06", "3")]

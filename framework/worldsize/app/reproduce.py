@@ -33,7 +33,7 @@ from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunView, view
 from worldsize.reproducibility.checkout import checked_out, patched_files, read_patch
 from worldsize.reproducibility.compare import compare_runs
-from worldsize.reproducibility.container import BUILDERS, ENGINES, Container, built, engine_of, recorded_image
+from worldsize.reproducibility.container import ENGINES, Container, built, engine_of, engines_for, recorded_image
 from worldsize.reproducibility.data import link_data
 from worldsize.reproducibility.dockerfile import Dockerfile, version_of_uv
 from worldsize.reproducibility.level import recorded_level
@@ -117,7 +117,7 @@ def reproduce(options: Options) -> int:
     changed = [] if options.container else different_packages(manifest["environment"])
     needs_lock = image is None if options.container else bool(changed or options.rebuild)
     lock = read_lock(manifest["environment"], original.environment) if needs_lock else None
-    engine = engine_of(options.container, ENGINES if image else BUILDERS[:2]) if options.container else None
+    engine = engine_of(options.container, engines_for(image)) if options.container else None
     if not own:
         _ask(recorded, patch, lock, image.name if image else None, options)
     overrides = _overrides(manifest, options, own=own)

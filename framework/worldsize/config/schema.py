@@ -62,7 +62,8 @@ class ClusterSchema:
     NUMA node (numa), or to cores that no other has (exclusive); auto: as numa where there are several such nodes.
     ``tiers``: nodes of a rack, of a pod, ..., by the name of the tier, whose link is ``links.NAME``; or a mapping with
     ``nodes`` and the keys of a link. ``topology``: file that says which switches are above each host, a YAML or Slurm's
-    topology.conf; it orders the hosts.
+    topology.conf; it orders the hosts: with ``placement`` near, those below one switch are neighbours; with spread they
+    are taken from the switches in turn, so that the first ranks, such as parameter servers, are below all of them.
     ``scale_lr``: rule by which ``lr`` follows the samples of an update where these depend on the number of workers,
     relative to the ``base_batch`` samples for which it was chosen (default: ``batch_size``).
     """
@@ -95,6 +96,7 @@ class ClusterSchema:
     links: dict[str, LinkSchema] = field(default_factory=dict)
     tiers: dict[str, Any] = field(default_factory=dict)
     topology: Annotated[str | None, FilePath()] = None
+    placement: Annotated[str, OneOf("near", "spread")] = "near"
 
 
 @dataclass

@@ -13,6 +13,7 @@ from worldsize.core import HealthLimits, Listener, is_split, metric_key, split_o
 from worldsize.data.shuffle import Shuffle
 from worldsize.errors import ConfigError, neighbours
 from worldsize.world.preemption import SIGNALS
+from worldsize.world.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -180,9 +181,19 @@ class AgentsConfig:
 
     port: int | None  # of the first host; None: one that follows from the run's id
     on_node_mismatch: Literal["refuse", "warn"]
-    topology: Path | None  # file that orders the hosts that a scheduler chooses
+    topology: Path | None  # file that orders the hosts that a scheduler chooses; None: they are in its own order
+    is_spread: bool  # whether they are taken from the racks in turn
 
     @staticmethod
     def of(cluster: Mapping[str, Any]) -> AgentsConfig:
-        topology = cluster.get("topology")  # older runs have none
-        return AgentsConfig(cluster["port"], cluster["on_node_mismatch"], Path(topology) if topology else None)
+        path = None if "hosts" in cluster else cluster.get("topology")  # older runs have none
+        return AgentsConfig(
+            port=cluster["port"],
+            on_node_mismatch=cluster["on_node_mismatch"],
+            topology=Path(path) if path else None,
+            is_spread=cluster.get("placement") == "spread",
+        )
+
+    def switches(self) -> Topology | None:
+        """Read the file that orders the hosts; raise ConfigError if that fails."""
+        return Topology.read(self.topology, is_spread=self.is_spread) if self.topology else None

@@ -29,6 +29,7 @@ from worldsize.config.shape import (
     check_device,
     check_heals,
 )
+from worldsize.config.tiers import check_topology
 from worldsize.core import (
     AgentLauncher,
     Autoscaler,
@@ -171,6 +172,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     run = RunConfig.of(config["run"])
     launcher = launcher_of(config["launcher"], config)
     check_heals(roles, cluster, launcher)
+    check_topology(config["cluster"].get("topology"), launcher)
     check_copies(roles, strategy, checkpoint.peers)
     if run.examine:
         roles = {"worker": Role(cluster.processes)}  # all processes take part

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from worldsize.config.schema import LinkSchema
-from worldsize.core import Range
+from worldsize.core import LaunchMethod, Range
 from worldsize.core.limits import check_limits
 from worldsize.errors import ConfigError, neighbours
 from worldsize.world.topology import Topology, tier_names
@@ -58,6 +58,15 @@ def _link(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(plain)
 
 
+def check_topology(topology: str | None, launcher: LaunchMethod) -> None:
+    """Raise ConfigError if a file is to order hosts, and ``launcher`` does not."""
+    if topology is not None and not launcher.orders_hosts:
+        raise ConfigError(
+            f"cluster.topology={topology}: {type(launcher).__name__} does not order its hosts by a file. Leave it out, "
+            "or choose cluster=ssh or slurm."
+        )
+
+
 def with_topology(cluster: Mapping[str, Any]) -> dict[str, Any]:
     """Return the cluster with its hosts in the order of ``cluster.topology``, and the tiers that these make.
 
@@ -68,10 +77,18 @@ def with_topology(cluster: Mapping[str, Any]) -> dict[str, Any]:
     """
     if cluster.get("topology") is None:
         return dict(cluster)
-    topology = Topology.read(Path(cluster["topology"]))
+    is_spread = cluster.get("placement") == "spread"
+    if is_spread and cluster.get("tiers"):
+        raise ConfigError(
+            "cluster.placement=spread takes hosts from the racks in turn, so that no rack of cluster.tiers has "
+            "consecutive ranks. Leave out one of them."
+        )
+    topology = Topology.read(Path(cluster["topology"]), is_spread=is_spread)
     if "hosts" not in cluster:
         return dict(cluster)
     hosts = topology.ordered(cluster["hosts"])
+    if is_spread:
+        return {**cluster, "hosts": hosts}
     tiers = dict(zip(tier_names(), topology.sizes(hosts), strict=False))
     if cluster.get("tiers"):
         topology.check(hosts, cluster["tiers"])

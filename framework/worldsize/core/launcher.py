@@ -139,6 +139,7 @@ class LaunchMethod(ABC):
     image: str | None = None  # container image in which it starts processes
     heals: ClassVar[bool] = False  # whether it tells the processes of one host which of them live
     heals_over_hosts: ClassVar[bool] = False  # and those of several hosts
+    orders_hosts: ClassVar[bool] = False  # whether it numbers them in the order of ``cluster.topology``
 
     def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every cluster has something to check
         """Raise ConfigError for a cluster that cannot be started on, before a run folder exists."""

@@ -29,7 +29,6 @@ from worldsize.launch.run_key import read_key
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened
 from worldsize.world.environments import Node, meeting_name, node, port_of
-from worldsize.world.topology import Topology
 
 
 def agent(run: RunDirectory) -> int:
@@ -47,8 +46,7 @@ def agent(run: RunDirectory) -> int:
             "folder that they share."
         )
     settings = read_settings(run)
-    topology = Topology.read(settings.agents.topology) if settings.agents.topology else None
-    place = node(os.environ, topology, settings.cluster.tiers)
+    place = node(os.environ, settings.agents.switches(), settings.cluster.tiers)
     if place.count != settings.cluster.nodes:
         raise ConfigError(
             f"the run is planned for {settings.cluster.nodes} nodes (cluster.nodes), but started on {place.count}."

@@ -46,6 +46,7 @@ class Ssh(NodeLauncher, AgentLauncher):
     """
 
     heals_over_hosts: ClassVar[bool] = True
+    orders_hosts: ClassVar[bool] = True
 
     hosts: Sequence[str] = cluster_option()  # as ssh knows them; the others must reach the first
     gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)  # each has a process

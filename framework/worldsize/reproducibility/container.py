@@ -33,13 +33,22 @@ def engine_of(chosen: str, known: Sequence[str] = ENGINES) -> str:
     """Return the engine to use: ``chosen``, or with "auto" the first of ``known`` that is installed.
 
     Raises:
-        WorldsizeError: none is installed.
+        WorldsizeError: none is installed, or ``chosen`` is not among ``known``, which can do what is wanted.
     """
+    if chosen not in ("auto", *known):
+        raise WorldsizeError(f"{chosen} cannot make or open this image. Choose {' or '.join(known)}.")
     wanted = known if chosen == "auto" else (chosen,)
     engine = next((name for name in wanted if shutil.which(name)), None)
     if engine is None:
         raise WorldsizeError(f"no container engine is found here ({', '.join(wanted)}). Install one of them.")
     return engine
+
+
+def engines_for(image: ContainerImage | None) -> Sequence[str]:
+    """Return the engines that can open ``image``; None: those that can build one and open it."""
+    if image is None:
+        return tuple(name for name in ENGINES if name in BUILDERS)
+    return ("apptainer",) if is_image_file(image.name) else ENGINES
 
 
 def recorded_image(environment: Mapping[str, Any]) -> ContainerImage | None:

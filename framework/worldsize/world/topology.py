@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, product
+from itertools import chain, count, product, zip_longest
 from pathlib import Path
 from typing import Any, final
 
@@ -29,12 +29,14 @@ class Topology:
 
     Attributes:
         paths: By host: the names of the switches between the outermost and the host, the outermost first.
+        is_spread: Whether hosts are taken from the switches in turn, rather than those below one switch together.
     """
 
     paths: Mapping[str, tuple[str, ...]]
+    is_spread: bool = False
 
     @staticmethod
-    def read(path: Path) -> Topology:
+    def read(path: Path, *, is_spread: bool = False) -> Topology:
         """Read a file: YAML if it ends in ``.yaml`` or ``.yml``, else Slurm's topology.conf.
 
         In YAML a switch is a key. Below it are other switches, or hosts: a list, or text such as "node[01-16]".
@@ -45,43 +47,51 @@ class Topology:
         try:
             text = read_regular(path, at_most=_LARGEST_FILE).decode()
             if path.suffix in (".yaml", ".yml"):
-                return Topology(dict(_of_tree(yaml.safe_load(text), ())))
-            return Topology(dict(_of_slurm(text)))
+                return Topology(dict(_of_tree(yaml.safe_load(text), ())), is_spread)
+            return Topology(dict(_of_slurm(text)), is_spread)
         except OSError as error:
             raise ConfigError(f"cluster.topology={path} cannot be read: {error.strerror}.") from error
         except (ValueError, yaml.YAMLError, RecursionError) as error:
             raise ConfigError(f"cluster.topology={path}: {error}") from error
 
     def ordered(self, hosts: Sequence[str]) -> list[str]:
-        """Return ``hosts`` so that those below one switch are neighbours, and the first stays the first.
+        """Return ``hosts`` so that those below one switch are neighbours, or taken in turn; the first stays the first.
 
         Raises:
             ConfigError: a host is not in the tree.
         """
+        if self.is_spread:
+            return self._in_turn(hosts, 0)
         places: dict[tuple[str, ...], int] = {}
         for host in hosts:
             for depth in range(len(self._path(host)) + 1):
                 places.setdefault(self._path(host)[:depth], len(places))
         return sorted(hosts, key=lambda host: [places[self._path(host)[:n]] for n in range(len(self._path(host)) + 1)])
 
+    def _in_turn(self, hosts: Sequence[str], depth: int) -> list[str]:
+        """Take a host below each switch of a level in turn, each time from another one of those below that."""
+        below: dict[str | None, list[str]] = {}
+        for host in hosts:
+            path = self._path(host)
+            below.setdefault(path[depth] if depth < len(path) else None, []).append(host)
+        if below.keys() == {None}:
+            return list(hosts)
+        parts = [each if switch is None else self._in_turn(each, depth + 1) for switch, each in below.items()]
+        return [host for turn in zip_longest(*parts) for host in turn if host is not None]
+
     def sizes(self, hosts: Sequence[str]) -> list[int]:
         """Return how many of ``hosts`` are below one switch, for each level that divides them, the innermost first.
 
-        A level is left out if it has all hosts below one switch, or one host below each.
+        A level is left out if it has all hosts below one switch, one host below each, or not equally many.
 
         Raises:
-            ConfigError: a host is not in the tree, or switches of one level have different numbers of these hosts.
+            ConfigError: a host is not in the tree.
         """
         several = []
         for level in range(min(len(self._path(host)) for host in hosts)):
             counts = Counter(self._path(host)[: len(self._path(host)) - level] for host in hosts)
-            if len({*counts.values()}) > 1:
-                told = ", ".join(f"{count} below {'/'.join(switch)}" for switch, count in sorted(counts.items())[:4])
-                raise ConfigError(
-                    f"cluster.topology: sums by tier need equally many hosts below each switch; there are {told}. "
-                    "Choose other hosts, or leave out cluster.topology."
-                )
-            if len(counts) < len(hosts) and len(counts) > 1:
+            are_equal = len({*counts.values()}) == 1
+            if are_equal and 1 < len(counts) < len(hosts):
                 several.append(len(hosts) // len(counts))
         return sorted({*several})
 
