@@ -162,7 +162,8 @@ def by_fabric(recipe: RandomTokens, device: torch.device, numerics: Numerics) ->
     fabric.launch()
     network = recipe.model()
     optimizer = recipe.optimizer(network)
-    model, optimizer = fabric.setup(torch.compile(network) if numerics.compile else network, optimizer)
+    called: Any = torch.compile(network) if numerics.compile else network
+    model, optimizer = fabric.setup(called, optimizer)
     batches = endless(fabric.setup_dataloaders(loader(recipe, device)))
 
     def step() -> float:
@@ -183,7 +184,7 @@ def by_accelerate(recipe: RandomTokens, device: torch.device, numerics: Numerics
     accelerator = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu")
     network = recipe.model()
     optimizer = recipe.optimizer(network)
-    called = torch.compile(network) if numerics.compile else network
+    called: Any = torch.compile(network) if numerics.compile else network
     model, optimizer, data = accelerator.prepare(called, optimizer, loader(recipe, device))
     batches = endless(data)
 

@@ -17,7 +17,8 @@ SCHEDULE_FREE = ("optimizer=adamw_schedule_free", "optimizer.warmup_steps=2", "e
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "strategy"), [(MUON, "zero"), (EIGHT_BITS, "zero"), (EIGHT_BITS, "ddp"), (SCHEDULE_FREE, "ddp")]
+    ("optimizer", "strategy"),
+    [(MUON, "zero"), (EIGHT_BITS, "zero"), (EIGHT_BITS, "ddp"), (SCHEDULE_FREE, "ddp"), (SCHEDULE_FREE, "fsdp")],
 )
 def test_an_optimizer_keeps_the_bits_on_two_processes_and_when_another_strategy_resumes(
     train: Train,

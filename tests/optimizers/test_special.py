@@ -127,7 +127,7 @@ def test_schedule_free_training_is_that_of_a_plain_loop_and_evaluations_change_n
         replica.state()  # a save, whose probe must leave no trace
         replica.step([MicroBatch(batch, seed=step, step=step)])
         found = replica.evaluate(evaluations(batches()))
-    with pytest.raises(InterruptedError), evaluated_weights(replica.train_state.optimizers):
+    with pytest.raises(InterruptedError), evaluated_weights(replica.train_state.optimizers, model):
         raise InterruptedError  # as in a gang whose member dies while it evaluates
     assert equal(trained(plain, theirs, batches()), list(model.parameters()))
     assert theirs.param_groups[0]["k"] == replica.train_state.optimizers[0].param_groups[0]["k"] == STEPS
@@ -184,8 +184,8 @@ class Normed(Chain):
 
 @pytest.mark.parametrize("make", [EIGHT_BITS, FREE])
 @pytest.mark.parametrize("strategy", [FSDP(), Mesh(), ParameterServer(), ZeRO(), Single(), DDP()])
-def test_strategies_that_do_not_keep_whole_states_refuse_before_the_start(strategy: Any, make: Any) -> None:
-    trains = (Single, DDP, ZeRO) if make is EIGHT_BITS else (Single, DDP)
+def test_strategies_that_do_not_train_an_optimizer_refuse_it_before_the_start(strategy: Any, make: Any) -> None:
+    trains = (Single, DDP, ZeRO) if make is EIGHT_BITS else (Single, DDP, FSDP)
     if isinstance(strategy, trains):
         check_construction(recipe(make), strategy)
         return

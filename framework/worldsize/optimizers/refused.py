@@ -49,9 +49,9 @@ def check_special(optimizer: Optimizer, *, strategy: str, trained: Collection[st
     why = (
         "has a scale for each block of a whole parameter, which parts of it, means and messages do not keep"
         if kind == "adamw_8bit"
-        else "is evaluated with other weights than it trains, for which a process needs its whole state"
+        else "is evaluated with other weights than it trains, which processes exchange or hold in ways of their own"
     )
-    known = "single, ddp or zero" if kind == "adamw_8bit" else "single or ddp"
+    known = "single, ddp or zero" if kind == "adamw_8bit" else "single, ddp or fsdp"
     raise ConfigError(
         f"{type(optimizer).__name__} {why}: {strategy} does not train it. Set strategy={known}, or optimizer=adamw."
     )

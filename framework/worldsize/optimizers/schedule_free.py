@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Annotated, Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from worldsize.core import Range
@@ -69,12 +70,15 @@ def has_begun(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def evaluated_weights(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Hold the weights within the block with which schedule-free ``optimizers`` are to be evaluated.
+def evaluated_weights(optimizers: Iterable[Optimizer], model: nn.Module) -> Iterator[None]:
+    """Let ``model`` hold the weights within the block with which its schedule-free ``optimizers`` are to be evaluated.
 
     Afterwards the weights have the very bits that they had, which the optimizer's own way back would round.
     """
-    free = [each for each in optimizers if is_schedule_free(each) and has_begun(each)]
+    if not (free := [each for each in optimizers if is_schedule_free(each) and has_begun(each)]):
+        yield
+        return
+    model.state_dict()  # shards again what FSDP has gathered
     weights = [weight for each in free for group in each.param_groups for weight in group["params"]]
     kept = [weight.detach().clone() for weight in weights]
     try:
@@ -84,6 +88,7 @@ def evaluated_weights(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     finally:  # a gang that heals goes on with them after a failure
         for optimizer in free:
             begin_training(optimizer)
+        model.state_dict()
         with torch.no_grad():
             for weight, before in zip(weights, kept, strict=True):
                 weight.copy_(before)

@@ -69,6 +69,7 @@ class FSDP(Strategy):
     compiles = True
     shards_state = True
     recomputes = True
+    special_optimizers = ("schedule_free",)
 
     shard: Literal["all", "node"] | Annotated[int, Range(least=1)] = "all"
     wrap: Wrap = "auto"

@@ -102,7 +102,7 @@ class ModelReplica(Replica):
         self._fp16_share: Tensor | None = None  # scale of a summed loss in float16, agreed on for each gradient
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
-        with evaluated_weights(self.train_state.optimizers), self._autocast():
+        with evaluated_weights(self.train_state.optimizers, self.model), self._autocast():
             collector = collected_metrics(self.recipe, self.model, batches, device=self.world.device, call=self._call)
         return collector.reduce(self.world)
 
