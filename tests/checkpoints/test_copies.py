@@ -136,9 +136,9 @@ def divided_among_two(survivors: Sequence[int], size: int = 3) -> Tensor:
 
     def divided(world: World) -> Tensor | None:
         left = kept(world, 3)
-        everyone = dist.new_group(list(survivors))
-        if world.size > len(survivors) and isinstance(everyone, dist.ProcessGroup):
-            left = handed_over(left, everyone, 2)
+        if world.size > len(survivors):
+            everyone = dist.new_group(list(survivors))
+            left = handed_over(left, everyone, 2) if isinstance(everyone, dist.ProcessGroup) else []
         group = dist.new_group([0, 1])
         if not isinstance(group, dist.ProcessGroup):  # that of a rank that is no member
             return None

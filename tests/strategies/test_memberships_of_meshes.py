@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import FileStore
 
 from tests.strategies.test_sharded_accumulation import batch
@@ -22,6 +24,18 @@ from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 from worldsize.world.world import regrouped
 
+
+@dataclass(frozen=True)
+class Normed(Chain):
+    """A chain with a BatchNorm, whose statistics every micro-batch changes, after each block."""
+
+    def model(self) -> nn.Module:
+        first, *blocks, last = super().model().children()
+        return nn.Sequential(first, *(nn.Sequential(block, nn.BatchNorm1d(16)) for block in blocks), last)
+
+
+Memberships = tuple[tuple[int, ...], ...]
+PAIRS: Memberships = ((0, 1, 2, 3), (0, 2), (0, 2, 4, 1, 3, 5))
 LOGICAL_RANKS = 7
 CLUSTER = Cluster("test", 1, 6, "cpu", "gloo", timeout=60.0)
 
@@ -29,12 +43,12 @@ CLUSTER = Cluster("test", 1, 6, "cpu", "gloo", timeout=60.0)
 def built(strategy: Strategy, world: World) -> Replica:
     torch.manual_seed(3)
     context = RunContext(world, Numerics(clip_norm=0.1), logical_ranks=LOGICAL_RANKS)
-    return strategy.replica(Chain(), context)
+    return strategy.replica(Normed(), context)
 
 
 def trained(strategy: Strategy, world: World) -> tuple[str, list[float]]:
     """Take two steps whose gradients are clipped; return the digest of the weights on the first rank, and the norms."""
-    replica, recipe = built(strategy, world), Chain()
+    replica, recipe = built(strategy, world), Normed()
     part, parts = strategy.data_rank(world), strategy.data_parallel(Cluster("test", 1, world.size, "cpu", "gloo"))
     norms: list[Any] = []
     for _ in range(2):
@@ -43,18 +57,9 @@ def trained(strategy: Strategy, world: World) -> tuple[str, list[float]]:
     return state_digest(tensor_digests(gather_full(replica.state()["model"], world))), norms
 
 
-@pytest.mark.parametrize(
-    ("strategy", "memberships"),
-    [
-        (Mesh(reduce="ordered", tensor=2, on_failure="heal"), ((0, 1, 2, 3), (0, 2), (0, 2, 4, 1, 3, 5))),
-        (Mesh(reduce="ordered", pipeline=2, on_failure="heal"), ((0, 1, 2, 3), (0, 2), (0, 2, 4, 1, 3, 5))),
-        (Mesh(reduce="ordered", tensor=2, pipeline=2, on_failure="heal"), ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7))),
-    ],
-    ids=["tensor", "pipeline", "both"],
-)
-def test_meshes_train_alike_in_each_membership(
-    tmp_path: Path, strategy: Mesh, memberships: tuple[tuple[int, ...], ...]
-) -> None:
+def trained_in_each(folder: Path, strategy: Mesh, memberships: Memberships) -> list[list[tuple[str, list[float]]]]:
+    """Return, of each rank, what :func:`trained` returns in each membership that it belongs to."""
+
     def body(world: World) -> list[tuple[str, list[float]]]:
         results = []
         for number, members in enumerate(memberships):
@@ -62,14 +67,27 @@ def test_meshes_train_alike_in_each_membership(
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 continue
-            store = FileStore(str(tmp_path / str(number)), len(members))
+            store = FileStore(str(folder / str(number)), len(members))
             store.set_timeout(timedelta(seconds=60))
             world = regrouped(world, members, CLUSTER, store)
             results.append(trained(strategy, world))
             gc.collect()
         return results
 
-    by_rank = run_in_worlds(body, 1 + max(map(max, memberships)))
+    return run_in_worlds(body, 1 + max(map(max, memberships)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "memberships"),
+    [
+        (Mesh(reduce="ordered", tensor=2, on_failure="heal"), PAIRS),
+        (Mesh(reduce="ordered", pipeline=2, on_failure="heal"), PAIRS),
+        (Mesh(reduce="ordered", tensor=2, pipeline=2, on_failure="heal"), ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7))),
+    ],
+    ids=["tensor", "pipeline", "both"],
+)
+def test_meshes_train_alike_in_each_membership(tmp_path: Path, strategy: Mesh, memberships: Memberships) -> None:
+    by_rank = trained_in_each(tmp_path, strategy, memberships)
     digests = [digest for digest, _ in by_rank[0]]
     assert digests == digests[:1] * len(memberships)
     first = by_rank[0][0][1]
@@ -77,3 +95,10 @@ def test_meshes_train_alike_in_each_membership(
     if strategy.tensor == 1:
         ((alone, norms),) = run_in_worlds(lambda world: trained(Single(reduce="ordered"), world), 1)
         assert (digests[0], first) == (alone, norms)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_flat_sums_weigh_each_logical_rank_alike_where_parts_have_different_numbers(tmp_path: Path, axis: str) -> None:
+    by_rank = trained_in_each(tmp_path, Mesh(on_failure="heal", **{axis: 2}), PAIRS)  # type: ignore[arg-type]
+    ((_, alone),) = run_in_worlds(lambda world: trained(Single(), world), 1)
+    assert all(norms == pytest.approx(alone, rel=1e-4) for results in by_rank for _, norms in results)
