@@ -111,8 +111,8 @@ class Errors:
 
     def kept(self) -> Tensor:
         """Return a copy of all errors, float32 (n,)."""
-        whole = self._undealt
-        kept_n = torch.zeros(self._length, device=self._device) if whole is None else whole.clone()
+        undealt = self._undealt
+        kept_n = torch.zeros(self._length, device=self._device) if undealt is None else undealt.clone()
         for _, parts in self._slots.values():
             for first, part in parts:
                 kept_n[first : first + part.numel()] = part
