@@ -213,6 +213,17 @@ def test_skipped_steps_and_those_between_two_averagings_leave_the_average() -> N
     assert averages(WeightAverage(0.5, every=2), 6, skips=[4]) == [1, 2, 2, 2, 3.5, 3.5]
 
 
+def test_an_evaluation_that_is_cut_off_leaves_the_weights_that_train() -> None:
+    inner = Counted()
+    replica = AveragedReplica(inner, WeightAverage(0.5))
+    for _ in range(2):
+        replica.step([])
+    with pytest.raises(ConnectionError), replica.averaged():
+        assert float(inner.weight) == 1.5
+        raise ConnectionError("a peer is lost")
+    assert float(inner.weight) == 2
+
+
 def test_a_warm_average_forgets_the_first_weights_sooner() -> None:
     cold, warm = averages(WeightAverage(0.999), 3), averages(WeightAverage(0.999, warmup=True), 3)
     second = 1 + (1 - 2 / 11) * (2 - 1)

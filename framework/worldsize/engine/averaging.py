@@ -99,10 +99,12 @@ class AveragedReplica(Replica):
             averages, live = self._local()
             kept = [tensor.clone() for tensor in live]
             torch._foreach_copy_(live, averages)
-        yield
-        with torch.no_grad():
-            self._inner.trained_weights()
-            torch._foreach_copy_(self._local()[1], kept)
+        try:
+            yield
+        finally:  # a gang that heals goes on after an evaluation that was cut off
+            with torch.no_grad():
+                self._inner.trained_weights()
+                torch._foreach_copy_(self._local()[1], kept)
 
     def state(self) -> StateDict:
         return {**self._inner.state(), "ema": {"weights": self._weights, "updates": self._updates}}
