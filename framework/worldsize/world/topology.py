@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -129,9 +130,9 @@ def expanded(hosts: str) -> list[str]:
             raise ValueError(f"{hosts!r} has a bracket that has no other")
         pieces = _PART.split(word)
         choices = [list(_range(piece)) if odd % 2 else [piece] for odd, piece in enumerate(pieces)]
-        names.extend("".join(parts) for parts in product(*choices))
-        if len(names) > _MOST_HOSTS:
+        if len(names) + math.prod(map(len, choices)) > _MOST_HOSTS:
             raise ValueError(f"{hosts[:80]!r} has more than {_MOST_HOSTS:,} hosts")
+        names.extend("".join(parts) for parts in product(*choices))
     return names
 
 
