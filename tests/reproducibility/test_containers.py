@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 from pathlib import Path
 
@@ -89,14 +90,21 @@ def test_a_lock_with_credentials_or_with_packages_from_elsewhere_is_refused(proj
 
 def test_the_image_of_a_record_is_opened_by_its_digest(tmp_path: Path) -> None:
     assert recorded_image({"image": None}) is None
-    for name in (f"host.example/trainer@{DIGEST}", f"docker:host.example/trainer@{DIGEST}"):
+    for start in ("host.example/", "docker:host.example/", "host.example#"):
+        name = f"{start}trainer@{DIGEST}"
         image = recorded_image({"image": {"name": name, "digest": DIGEST}})
         assert image == ContainerImage(f"host.example/trainer@{DIGEST}", DIGEST)
     file = tmp_path / "trainer.sif"
     file.write_bytes(b"image")
     facts = {"image": {"name": str(file), "digest": f"sha256:{hashlib.sha256(b'image').hexdigest()}"}}
     assert recorded_image(facts) == ContainerImage(str(file), facts["image"]["digest"])
+    container = Container("apptainer", ContainerImage(str(file), facts["image"]["digest"]))
+    assert container.python(tmp_path, writes=[], reads=[], cuda=False)[-2:] == (str(file), "python")
+    time_ns = file.stat().st_mtime_ns
     file.write_bytes(b"other")
+    os.utime(file, ns=(time_ns, time_ns))
+    with pytest.raises(WorldsizeError, match="is not the image of the run"):
+        container.python(tmp_path, writes=[], reads=[], cuda=False)
     with pytest.raises(WorldsizeError, match="is not the image of the run"):
         recorded_image(facts)
 
@@ -105,6 +113,10 @@ def test_the_image_of_a_record_is_opened_by_its_digest(tmp_path: Path) -> None:
     ("name", "digest", "message"),
     [
         ("trainer:1", None, "named by a tag, which may be another one now"),
+        ("trainer:1", DIGEST, "named by a tag, which may be another one now"),
+        (f"trainer@{DIGEST[:-1]}e", DIGEST, "named by a tag, which may be another one now"),
+        (f"trainer@{DIGEST}:1", DIGEST, "named by a tag, which may be another one now"),
+        (f"/nowhere@{DIGEST}/trainer.sif", DIGEST, "is lost, or is not the image of the run"),
         (f"--privileged@{DIGEST}", DIGEST, "no container engine here can open"),
         (f"trainer {DIGEST}", DIGEST, "no container engine here can open"),
         (f"ssh://trainer@{DIGEST}", DIGEST, "no container engine here can open"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -62,18 +63,28 @@ def recorded_image(environment: Mapping[str, Any]) -> ContainerImage | None:
         return None
     name, digest = str(facts["name"]), facts["digest"]
     plain = re.sub(r"^docker:(//)?", "", name)
+    if not is_image_file(name):
+        plain = plain.replace("#", "/", 1)  # enroot writes host#name
     if not _NAME.fullmatch(plain) or "://" in plain:
         raise WorldsizeError(f"the record names the image {name!r}, which no container engine here can open.")
-    if digest is None:
+    if is_image_file(name):
+        _check_file(name, digest)
+    elif digest is None or ContainerImage.named(plain).digest != digest:  # the engine is given the name alone
         raise WorldsizeError(
             f"the run's image {name} is named by a tag, which may be another one now. Name the image by its digest in "
             "the run that is to be re-created (cluster.image_digest=required), or leave --container out."
         )
-    if is_image_file(name) and ContainerImage.named(name).digest != digest:
-        raise WorldsizeError(
-            f"{name} is lost, or is not the image of the run: its SHA-256 was {digest}. Bring it back."
-        )
     return ContainerImage(plain, digest)
+
+
+def _check_file(name: str, digest: str | None) -> None:
+    """Raise WorldsizeError unless the file still has the digest; it is read whole, whatever its time and size say."""
+    file = Path(name)
+    if file.is_file():
+        with file.open("rb") as content:
+            if digest == f"sha256:{hashlib.file_digest(content, 'sha256').hexdigest()}":
+                return
+    raise WorldsizeError(f"{name} is lost, or is not the image of the run: its SHA-256 was {digest}. Bring it back.")
 
 
 @final
@@ -99,7 +110,12 @@ class Container:
             writes: Folders that the command may write.
             reads: Further folders that it may read.
             cuda: Whether it needs the GPUs.
+
+        Raises:
+            WorldsizeError: the image is a file that was changed, perhaps while its user was asked about it.
         """
+        if is_image_file(self.image.name):
+            _check_file(self.image.name, self.image.digest)
         shown = _distinct(writes, reads)
         if self.engine == "apptainer":
             binds = [f"--bind={path}:{path}:{mode}" for path, mode in shown.items()]
