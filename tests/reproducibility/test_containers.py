@@ -11,7 +11,7 @@ import pytest
 
 from worldsize.core import ContainerImage
 from worldsize.errors import WorldsizeError
-from worldsize.reproducibility.container import Container, engine_of, engines_for, recorded_image
+from worldsize.reproducibility.container import Container, engine_of, engines_for, passed_on, recorded_image
 from worldsize.reproducibility.dockerfile import Dockerfile
 
 DIGEST = f"sha256:{'0123456789abcdef' * 4}"
@@ -141,8 +141,28 @@ def test_a_container_sees_the_folders_under_their_own_names(tmp_path: Path, monk
     assert not [word for word in words if "word" in word]  # no value on the command line
     assert Container("podman", image).variables == {"WORLDSIZE_IMAGE": f"trainer@{DIGEST}"}
     words = Container("apptainer", image).python(code, **{**where, "cuda": True})  # type: ignore[arg-type]
-    assert words[:3] == ("apptainer", "exec", "--nv")
+    assert words[:6] == ("apptainer", "exec", "--containall", "--no-home", "--cleanenv", "--nv")
     assert words[-2:] == (f"docker://trainer@{DIGEST}", "python")
+
+
+@pytest.mark.parametrize("engine", ["apptainer", "docker"])
+def test_a_folder_that_may_be_read_does_not_hide_one_inside_it_that_may_be_written(tmp_path: Path, engine: str) -> None:
+    inner, code = tmp_path / "data" / "deep" / "runs", tmp_path / "data" / "code"
+    for folder in (inner, code):
+        folder.mkdir(parents=True)
+    words = Container(engine, ContainerImage(f"trainer@{DIGEST}", DIGEST)).python(
+        code, writes=[inner, code], reads=[tmp_path / "data"], cuda=False
+    )
+    shown = [word.split(":")[1:] for word in words if word.startswith(("--bind=", "--volume="))]
+    assert shown == [[str(tmp_path / "data"), "ro"], [str(code), "rw"], [str(inner), "rw"]]
+
+
+def test_apptainer_gets_the_variables_that_the_other_engines_are_told_by_name() -> None:
+    environment = {"WANDB_API_KEY": "word", "PYTHONPATH": "/code", "AWS_SECRET_ACCESS_KEY": "word", "HOME": "/root"}
+    told = passed_on(("apptainer", "exec"), environment)
+    assert {*told} - {*environment} == {"APPTAINERENV_WANDB_API_KEY", "APPTAINERENV_PYTHONPATH"}
+    assert told["APPTAINERENV_PYTHONPATH"] == "/code"
+    assert passed_on(("podman", "run"), environment) == environment
 
 
 def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

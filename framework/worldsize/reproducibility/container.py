@@ -121,7 +121,12 @@ class Container:
             binds = [f"--bind={path}:{path}:{mode}" for path, mode in shown.items()]
             source = self.image.name if is_image_file(self.image.name) else f"docker://{self.image.name}"
             devices = ["--nv"] if cuda else []
-            return (self.engine, "exec", *devices, *binds, f"--pwd={folder}", source, "python")
+            apart = [
+                "--containall",
+                "--no-home",
+                "--cleanenv",
+            ]  # else it writes the home folder and reads all variables
+            return (self.engine, "exec", *apart, *devices, *binds, f"--pwd={folder}", source, "python")
         mounts = [f"--volume={path}:{path}:{mode}" for path, mode in shown.items()]
         gpus = {"docker": ["--gpus=all"], "podman": ["--device=nvidia.com/gpu=all"]}[self.engine] if cuda else []
         user = [f"--user={os.getuid()}:{os.getgid()}"] if self.engine == "docker" else []
@@ -131,6 +136,17 @@ class Container:
         limits = ["--ipc=host", "--network=host", "--security-opt=label=disable"]
         options = ["--rm", "--interactive", *limits, *gpus, *user, *mounts, *own, *variables, f"--workdir={folder}"]
         return (self.engine, "run", *options, "--entrypoint=python", self.image.name)
+
+
+def passed_on(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which ``command`` runs, with what Apptainer passes on to its container.
+
+    The other engines are told the names on the command line; Apptainer would want the values there.
+    """
+    if command[0] != "apptainer":
+        return dict(environment)
+    own = {name: value for name, value in environment.items() if name in _OWN or _is_passed_on(name)}
+    return {**environment, **{f"APPTAINERENV_{name}": value for name, value in own.items()}}
 
 
 def built(engine: str, dockerfile: Path, tag: str, *, options: Sequence[str] = ()) -> ContainerImage:
@@ -159,13 +175,16 @@ def built(engine: str, dockerfile: Path, tag: str, *, options: Sequence[str] = (
 
 
 def _distinct(writes: Sequence[Path], reads: Sequence[Path]) -> dict[Path, str]:
-    """Map the folders that exist to "rw" or "ro", without those inside another that has the same."""
+    """Map the folders that exist to "rw" or "ro", without those inside another that has the same, outer ones first.
+
+    Engines mount in this order, and a folder that is mounted over another hides what it contains.
+    """
     modes: dict[Path, str] = {}
     for mode, paths in (("rw", writes), ("ro", reads)):
         for path in sorted({path.resolve() for path in paths if path.exists()}):
             if not any(path == each or (path.is_relative_to(each) and modes[each] in (mode, "rw")) for each in modes):
                 modes[path] = mode
-    return modes
+    return dict(sorted(modes.items(), key=lambda each: len(each[0].parts)))
 
 
 def _is_passed_on(name: str) -> bool:
