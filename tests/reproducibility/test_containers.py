@@ -88,6 +88,19 @@ def test_a_lock_with_credentials_or_with_packages_from_elsewhere_is_refused(proj
     assert not (project / "Dockerfile").exists()
 
 
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.dockerignore"])
+def test_a_file_of_the_project_is_not_replaced_and_one_of_ours_is(project: Path, name: str) -> None:
+    (project / name).write_text("FROM scratch\n")
+    with pytest.raises(WorldsizeError, match=f"{name} is not one that `worldsize image` wrote, and would be lost"):
+        dockerfile(project).write()
+    assert (project / name).read_text() == "FROM scratch\n"
+    (project / name).unlink()
+    dockerfile(project).write()
+    (project / "uv.lock").write_text(f"{LOCK}\n")
+    label = f"LABEL worldsize.lock=sha256:{hashlib.sha256((project / 'uv.lock').read_bytes()).hexdigest()}"
+    assert label in dockerfile(project).write().read_text()
+
+
 def test_the_image_of_a_record_is_opened_by_its_digest(tmp_path: Path) -> None:
     assert recorded_image({"image": None}) is None
     for start in ("host.example/", "docker:host.example/", "host.example#"):
