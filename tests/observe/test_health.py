@@ -30,7 +30,9 @@ from worldsize.observe.health.memory import Memory, within
 from worldsize.observe.health.process import HealthProcess
 from worldsize.observe.health.rows import HealthRow, described_alert, health_row, is_health, why_slow
 from worldsize.observe.health.summary import NodesHealth, health_figures
+from worldsize.observe.report.node_health import nodes_health
 from worldsize.observe.report.page import page
+from worldsize.observe.report.read import read_run
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.watch import Watched, screen
 from worldsize.records.json_lines import row_of
@@ -468,6 +470,26 @@ def test_the_report_shows_health_and_alerts(large: RunDirectory) -> None:
     assert "node 599, n&lt;b&gt;: GPU 3 is slowed down (temperature)." in text
     assert "GPU 3: temperature" in text  # the node with an alert is shown
     assert "568 more nodes" in text
+
+
+def test_the_report_adds_up_what_a_gpu_suffered_at_different_times(tmp_path: Path) -> None:
+    run = RunDirectory(write_run(tmp_path / "run", steps=30, ranks=4))
+    file = HealthFile(run, 0)
+    for gpu in (
+        {"index": 3, "utilisation": 0.2, "memory": 0.9, "temperature": 95, "slowed_by": ["power"], "ecc_errors": 4},
+        {"index": 3, "utilisation": 0.6, "memory": 0.5, "temperature": 60, "slowed_by": ["heat"], "ecc_errors": 0},
+        {"index": 3, "utilisation": 0.7, "memory": 0.4, "temperature": 61, "slowed_by": [], "ecc_errors": 3},
+    ):
+        file.append(row(gpus=[gpu]), [])
+    table = nodes_health(read_run(run.path))
+    assert table is not None
+    assert table.rows[0][-4:] == ("50%", "95 °C", "GPU 3: heat, power", "7")
+    alerts = [NodeAlert(0, "n1", "ecc", errors, 0, gpu=3) for errors in (4, 5, 3)]  # one of a line that is not kept
+    with run.events.open("a") as events:
+        events.writelines(json.dumps({"event": "node_alert", "time": START, **vars(each)}) + "\n" for each in alerts)
+    table = nodes_health(read_run(run.path))
+    assert table is not None
+    assert table.rows[0][-1] == "12"
 
 
 # ---------------------------------------------------------------- a run
