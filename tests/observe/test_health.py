@@ -349,6 +349,9 @@ def test_alerts_of_all_nodes_reach_the_events_of_the_run_and_its_listeners(tmp_p
     for alert in alerts:
         HealthFile(run, alert.node).append(CALM, [alert])
     assert run.health(2500).parent.name == "02000"
+    names = ["health/alerts/02000/node_02500_alerts.jsonl", "health/alerts/node_00001_alerts.jsonl"]
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*_alerts.jsonl")) == names
+    (run.health(1).parent / "node_00007_alerts.jsonl").write_text(json.dumps(vars(alerts[0])) + "\n")  # not looked at
     passed = list(files.new())
     assert sorted(passed, key=lambda each: each.node) == alerts
     assert list(files.new()) == []
