@@ -23,7 +23,7 @@ from tests.observe.run_folders import START, write_run
 from worldsize.core import Event, HealthLimits, NodeAlert, RunEnded, StepDone, Straggling
 from worldsize.observe.events import EventLog, described
 from worldsize.observe.health.alerts import HealthAlerts
-from worldsize.observe.health.counters import Counters, Network, _adapters, read_counters
+from worldsize.observe.health.counters import Counters, Network, _adapters, _interfaces, read_counters
 from worldsize.observe.health.files import AlertFiles, AlertNews, HealthFile, alert_of, last_samples, why_host_is_slow
 from worldsize.observe.health.gpus import GpuReading, Gpus
 from worldsize.observe.health.memory import Memory, within
@@ -321,6 +321,25 @@ def test_a_slow_rank_is_explained_by_what_its_host_suffers_most_of_the_time() ->
     busy = row(cpu=0.99, cpu_of_others=0.4)
     assert why_slow([busy]) == "all processors are busy, 40 % of them with processes that are not of this run"
     assert why_slow([row(cpu=0.6, cpu_of_others=0.4)]) == ""  # there are free ones
+
+
+@pytest.mark.parametrize(
+    ("name", "is_counted"),
+    [
+        *(
+            (name, True)
+            for name in ("eth0", "eno1", "ens5f0np0", "enp3s0", "enx001122334455", "wlan0", "hsn0", "bnep0")
+        ),
+        *((name, False) for name in ("lo", "ib0", "ibs1", "ibp23s0", "eth0.100", "bond0.7", "vlan10", "vxlan.calico")),
+        *((name, False) for name in ("cilium_host", "lxc1a2b", "br0", "br-1a2b", "macvlan0", "dummy0", "veth1a2b")),
+    ],
+)
+def test_bytes_that_pass_two_interfaces_are_counted_once(
+    name: str, is_counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = SimpleNamespace(bytes_recv=3, bytes_sent=4, errin=1, errout=1)
+    monkeypatch.setattr("psutil.net_io_counters", lambda pernic: {name: counts})
+    assert list(_interfaces()) == ([Network(3, 4, 2)] if is_counted else [])
 
 
 # ---------------------------------------------------------------- files
