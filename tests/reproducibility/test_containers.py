@@ -101,7 +101,7 @@ def test_a_file_of_the_project_is_not_replaced_and_one_of_ours_is(project: Path,
     assert label in dockerfile(project).write().read_text()
 
 
-def test_the_image_of_a_record_is_opened_by_its_digest(tmp_path: Path) -> None:
+def test_the_image_of_a_record_is_opened_by_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorded_image({"image": None}) is None
     for start in ("host.example/", "docker:host.example/", "host.example#"):
         name = f"{start}trainer@{DIGEST}"
@@ -113,6 +113,9 @@ def test_the_image_of_a_record_is_opened_by_its_digest(tmp_path: Path) -> None:
     assert recorded_image(facts) == ContainerImage(str(file), facts["image"]["digest"])
     container = Container("apptainer", ContainerImage(str(file), facts["image"]["digest"]))
     assert container.python(tmp_path, writes=[], reads=[], cuda=False)[-2:] == (str(file), "python")
+    monkeypatch.chdir(tmp_path)
+    relative = {"image": {**facts["image"], "name": "trainer.sif"}}
+    assert recorded_image(relative) == container.image  # it is opened in another working directory
     time_ns = file.stat().st_mtime_ns
     file.write_bytes(b"other")
     os.utime(file, ns=(time_ns, time_ns))

@@ -63,12 +63,14 @@ def recorded_image(environment: Mapping[str, Any]) -> ContainerImage | None:
         return None
     name, digest = str(facts["name"]), facts["digest"]
     plain = re.sub(r"^docker:(//)?", "", name)
-    if not is_image_file(name):
+    is_file = is_image_file(plain)
+    if not is_file:
         plain = plain.replace("#", "/", 1)  # enroot writes host#name
     if not _NAME.fullmatch(plain) or "://" in plain:
         raise WorldsizeError(f"the record names the image {name!r}, which no container engine here can open.")
-    if is_image_file(name):
-        _check_file(name, digest)
+    if is_file:
+        plain = str(Path(plain).absolute())  # it is opened in the working directory of the run
+        _check_file(plain, digest)
     elif digest is None or ContainerImage.named(plain).digest != digest:  # the engine is given the name alone
         raise WorldsizeError(
             f"the run's image {name} is named by a tag, which may be another one now. Name the image by its digest in "
@@ -121,11 +123,8 @@ class Container:
             binds = [f"--bind={path}:{path}:{mode}" for path, mode in shown.items()]
             source = self.image.name if is_image_file(self.image.name) else f"docker://{self.image.name}"
             devices = ["--nv"] if cuda else []
-            apart = [
-                "--containall",
-                "--no-home",
-                "--cleanenv",
-            ]  # else it writes the home folder and reads all variables
+            # else the home folder and /tmp may be written, and all variables be read
+            apart = ["--containall", "--no-home", "--cleanenv"]
             return (self.engine, "exec", *apart, *devices, *binds, f"--pwd={folder}", source, "python")
         mounts = [f"--volume={path}:{path}:{mode}" for path, mode in shown.items()]
         gpus = {"docker": ["--gpus=all"], "podman": ["--device=nvidia.com/gpu=all"]}[self.engine] if cuda else []
