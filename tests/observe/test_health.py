@@ -23,14 +23,16 @@ from tests.observe.run_folders import START, write_run
 from worldsize.core import Event, HealthLimits, NodeAlert, RunEnded, StepDone, Straggling
 from worldsize.observe.events import EventLog, described
 from worldsize.observe.health.alerts import HealthAlerts
-from worldsize.observe.health.counters import Counters, Network, _adapters, read_counters
+from worldsize.observe.health.counters import Counters, Network, _adapters, _interfaces, read_counters
 from worldsize.observe.health.files import AlertFiles, AlertNews, HealthFile, alert_of, last_samples, why_host_is_slow
 from worldsize.observe.health.gpus import GpuReading, Gpus
 from worldsize.observe.health.memory import Memory, within
 from worldsize.observe.health.process import HealthProcess
 from worldsize.observe.health.rows import HealthRow, described_alert, health_row, is_health, why_slow
 from worldsize.observe.health.summary import NodesHealth, health_figures
+from worldsize.observe.report.node_health import nodes_health
 from worldsize.observe.report.page import page
+from worldsize.observe.report.read import read_run
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.watch import Watched, screen
 from worldsize.records.json_lines import row_of
@@ -321,6 +323,25 @@ def test_a_slow_rank_is_explained_by_what_its_host_suffers_most_of_the_time() ->
     assert why_slow([row(cpu=0.6, cpu_of_others=0.4)]) == ""  # there are free ones
 
 
+@pytest.mark.parametrize(
+    ("name", "is_counted"),
+    [
+        *(
+            (name, True)
+            for name in ("eth0", "eno1", "ens5f0np0", "enp3s0", "enx001122334455", "wlan0", "hsn0", "bnep0")
+        ),
+        *((name, False) for name in ("lo", "ib0", "ibs1", "ibp23s0", "eth0.100", "bond0.7", "vlan10", "vxlan.calico")),
+        *((name, False) for name in ("cilium_host", "lxc1a2b", "br0", "br-1a2b", "macvlan0", "dummy0", "veth1a2b")),
+    ],
+)
+def test_bytes_that_pass_two_interfaces_are_counted_once(
+    name: str, is_counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = SimpleNamespace(bytes_recv=3, bytes_sent=4, errin=1, errout=1)
+    monkeypatch.setattr("psutil.net_io_counters", lambda pernic: {name: counts})
+    assert list(_interfaces()) == ([Network(3, 4, 2)] if is_counted else [])
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -347,6 +368,9 @@ def test_alerts_of_all_nodes_reach_the_events_of_the_run_and_its_listeners(tmp_p
     for alert in alerts:
         HealthFile(run, alert.node).append(CALM, [alert])
     assert run.health(2500).parent.name == "02000"
+    names = ["health/alerts/02000/node_02500_alerts.jsonl", "health/alerts/node_00001_alerts.jsonl"]
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*_alerts.jsonl")) == names
+    (run.health(1).parent / "node_00007_alerts.jsonl").write_text(json.dumps(vars(alerts[0])) + "\n")  # not looked at
     passed = list(files.new())
     assert sorted(passed, key=lambda each: each.node) == alerts
     assert list(files.new()) == []
@@ -468,6 +492,26 @@ def test_the_report_shows_health_and_alerts(large: RunDirectory) -> None:
     assert "node 599, n&lt;b&gt;: GPU 3 is slowed down (temperature)." in text
     assert "GPU 3: temperature" in text  # the node with an alert is shown
     assert "568 more nodes" in text
+
+
+def test_the_report_adds_up_what_a_gpu_suffered_at_different_times(tmp_path: Path) -> None:
+    run = RunDirectory(write_run(tmp_path / "run", steps=30, ranks=4))
+    file = HealthFile(run, 0)
+    for gpu in (
+        {"index": 3, "utilisation": 0.2, "memory": 0.9, "temperature": 95, "slowed_by": ["power"], "ecc_errors": 4},
+        {"index": 3, "utilisation": 0.6, "memory": 0.5, "temperature": 60, "slowed_by": ["heat"], "ecc_errors": 0},
+        {"index": 3, "utilisation": 0.7, "memory": 0.4, "temperature": 61, "slowed_by": [], "ecc_errors": 3},
+    ):
+        file.append(row(gpus=[gpu]), [])
+    table = nodes_health(read_run(run.path))
+    assert table is not None
+    assert table.rows[0][-4:] == ("50%", "95 °C", "GPU 3: heat, power", "7")
+    alerts = [NodeAlert(0, "n1", "ecc", errors, 0, gpu=3) for errors in (4, 5, 3)]  # one of a line that is not kept
+    with run.events.open("a") as events:
+        events.writelines(json.dumps({"event": "node_alert", "time": START, **vars(each)}) + "\n" for each in alerts)
+    table = nodes_health(read_run(run.path))
+    assert table is not None
+    assert table.rows[0][-1] == "12"
 
 
 # ---------------------------------------------------------------- a run

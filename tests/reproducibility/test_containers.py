@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from worldsize.core import ContainerImage
 from worldsize.errors import WorldsizeError
-from worldsize.reproducibility.container import Container, engine_of, engines_for, recorded_image
+from worldsize.reproducibility.container import Container, engine_of, engines_for, passed_on, recorded_image
 from worldsize.reproducibility.dockerfile import Dockerfile
 
 DIGEST = f"sha256:{'0123456789abcdef' * 4}"
@@ -87,16 +88,39 @@ def test_a_lock_with_credentials_or_with_packages_from_elsewhere_is_refused(proj
     assert not (project / "Dockerfile").exists()
 
 
-def test_the_image_of_a_record_is_opened_by_its_digest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.dockerignore"])
+def test_a_file_of_the_project_is_not_replaced_and_one_of_ours_is(project: Path, name: str) -> None:
+    (project / name).write_text("FROM scratch\n")
+    with pytest.raises(WorldsizeError, match=f"{name} is not one that `worldsize image` wrote, and would be lost"):
+        dockerfile(project).write()
+    assert (project / name).read_text() == "FROM scratch\n"
+    (project / name).unlink()
+    dockerfile(project).write()
+    (project / "uv.lock").write_text(f"{LOCK}\n")
+    label = f"LABEL worldsize.lock=sha256:{hashlib.sha256((project / 'uv.lock').read_bytes()).hexdigest()}"
+    assert label in dockerfile(project).write().read_text()
+
+
+def test_the_image_of_a_record_is_opened_by_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorded_image({"image": None}) is None
-    for name in (f"host.example/trainer@{DIGEST}", f"docker:host.example/trainer@{DIGEST}"):
+    for start in ("host.example/", "docker:host.example/", "host.example#"):
+        name = f"{start}trainer@{DIGEST}"
         image = recorded_image({"image": {"name": name, "digest": DIGEST}})
         assert image == ContainerImage(f"host.example/trainer@{DIGEST}", DIGEST)
     file = tmp_path / "trainer.sif"
     file.write_bytes(b"image")
     facts = {"image": {"name": str(file), "digest": f"sha256:{hashlib.sha256(b'image').hexdigest()}"}}
     assert recorded_image(facts) == ContainerImage(str(file), facts["image"]["digest"])
+    container = Container("apptainer", ContainerImage(str(file), facts["image"]["digest"]))
+    assert container.python(tmp_path, writes=[], reads=[], cuda=False)[-2:] == (str(file), "python")
+    monkeypatch.chdir(tmp_path)
+    relative = {"image": {**facts["image"], "name": "trainer.sif"}}
+    assert recorded_image(relative) == container.image  # it is opened in another working directory
+    time_ns = file.stat().st_mtime_ns
     file.write_bytes(b"other")
+    os.utime(file, ns=(time_ns, time_ns))
+    with pytest.raises(WorldsizeError, match="is not the image of the run"):
+        container.python(tmp_path, writes=[], reads=[], cuda=False)
     with pytest.raises(WorldsizeError, match="is not the image of the run"):
         recorded_image(facts)
 
@@ -105,6 +129,10 @@ def test_the_image_of_a_record_is_opened_by_its_digest(tmp_path: Path) -> None:
     ("name", "digest", "message"),
     [
         ("trainer:1", None, "named by a tag, which may be another one now"),
+        ("trainer:1", DIGEST, "named by a tag, which may be another one now"),
+        (f"trainer@{DIGEST[:-1]}e", DIGEST, "named by a tag, which may be another one now"),
+        (f"trainer@{DIGEST}:1", DIGEST, "named by a tag, which may be another one now"),
+        (f"/nowhere@{DIGEST}/trainer.sif", DIGEST, "is lost, or is not the image of the run"),
         (f"--privileged@{DIGEST}", DIGEST, "no container engine here can open"),
         (f"trainer {DIGEST}", DIGEST, "no container engine here can open"),
         (f"ssh://trainer@{DIGEST}", DIGEST, "no container engine here can open"),
@@ -129,8 +157,28 @@ def test_a_container_sees_the_folders_under_their_own_names(tmp_path: Path, monk
     assert not [word for word in words if "word" in word]  # no value on the command line
     assert Container("podman", image).variables == {"WORLDSIZE_IMAGE": f"trainer@{DIGEST}"}
     words = Container("apptainer", image).python(code, **{**where, "cuda": True})  # type: ignore[arg-type]
-    assert words[:3] == ("apptainer", "exec", "--nv")
+    assert words[:6] == ("apptainer", "exec", "--containall", "--no-home", "--cleanenv", "--nv")
     assert words[-2:] == (f"docker://trainer@{DIGEST}", "python")
+
+
+@pytest.mark.parametrize("engine", ["apptainer", "docker"])
+def test_a_folder_that_may_be_read_does_not_hide_one_inside_it_that_may_be_written(tmp_path: Path, engine: str) -> None:
+    inner, code = tmp_path / "data" / "deep" / "runs", tmp_path / "data" / "code"
+    for folder in (inner, code):
+        folder.mkdir(parents=True)
+    words = Container(engine, ContainerImage(f"trainer@{DIGEST}", DIGEST)).python(
+        code, writes=[inner, code], reads=[tmp_path / "data"], cuda=False
+    )
+    shown = [word.split(":")[1:] for word in words if word.startswith(("--bind=", "--volume="))]
+    assert shown == [[str(tmp_path / "data"), "ro"], [str(code), "rw"], [str(inner), "rw"]]
+
+
+def test_apptainer_gets_the_variables_that_the_other_engines_are_told_by_name() -> None:
+    environment = {"WANDB_API_KEY": "word", "PYTHONPATH": "/code", "AWS_SECRET_ACCESS_KEY": "word", "HOME": "/root"}
+    told = passed_on(("apptainer", "exec"), environment)
+    assert {*told} - {*environment} == {"APPTAINERENV_WANDB_API_KEY", "APPTAINERENV_PYTHONPATH"}
+    assert told["APPTAINERENV_PYTHONPATH"] == "/code"
+    assert passed_on(("podman", "run"), environment) == environment
 
 
 def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -33,7 +33,15 @@ from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunView, view
 from worldsize.reproducibility.checkout import checked_out, patched_files, read_patch
 from worldsize.reproducibility.compare import compare_runs
-from worldsize.reproducibility.container import ENGINES, Container, built, engine_of, engines_for, recorded_image
+from worldsize.reproducibility.container import (
+    ENGINES,
+    Container,
+    built,
+    engine_of,
+    engines_for,
+    passed_on,
+    recorded_image,
+)
 from worldsize.reproducibility.data import link_data
 from worldsize.reproducibility.dockerfile import Dockerfile, version_of_uv
 from worldsize.reproducibility.level import recorded_level
@@ -247,15 +255,16 @@ def _run(
         f"run.strict={options.strict}",
     ]
     path = os.pathsep.join(map(str, (*python.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep))))
+    environment = {
+        **os.environ,
+        "WORLDSIZE_PLUGINS": str(plugins) if plugins.is_dir() else "",
+        "PYTHONPATH": path.strip(os.pathsep),
+        **python.variables,
+    }
     done = subprocess.run(
         [*python.command, "-c", _CHILD],
         cwd=folder,
-        env={
-            **os.environ,
-            "WORLDSIZE_PLUGINS": str(plugins) if plugins.is_dir() else "",
-            "PYTHONPATH": path.strip(os.pathsep),
-            **python.variables,
-        },
+        env=passed_on(python.command, environment),
         input=json.dumps(["train", *overrides, *own]),
         stdout=sys.stderr if options.json else None,
         text=True,

@@ -14,12 +14,18 @@ def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     """Return the cluster with ``processes`` filled in; ``gpus`` is the number of GPUs of this node.
 
     Raises:
-        ConfigError: there are no processes, they do not divide over nodes, or exceed the GPUs.
+        ConfigError: there are no processes, they do not divide over nodes, or exceed the GPUs, or nothing says what
+            kind of device they have.
     """
     nodes = cluster["nodes"]
     if "gpus_per_node" in cluster or "accelerators" in cluster:  # the nodes are other machines
         gpus = cluster.get("gpus_per_node") or _accelerators(cluster.get("accelerators"))
         cluster = {**cluster, "device": cluster["device"] or ("cuda" if gpus else "cpu")}
+    if cluster["device"] is None:
+        raise ConfigError(
+            "cluster.device=null is decided by cluster.gpus_per_node or cluster.accelerators, which this cluster does "
+            "not have. Set cluster.device=cpu or cluster.device=cuda."
+        )
     if nodes < 1:
         raise ConfigError(f"cluster.nodes={nodes} must be 1 or more.")
     processes = _processes(cluster, nodes, gpus)

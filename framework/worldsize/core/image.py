@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import final
 
-_DIGEST = re.compile(r"@(sha256:[0-9a-f]{64})")
+_DIGEST = re.compile(r"@(sha256:[0-9a-f]{64})\Z")
 _FILES = (".sif", ".sqsh", ".squashfs")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -62,18 +63,30 @@ def recorded_image(environment: Mapping[str, Any]) -> ContainerImage | None:
         return None
     name, digest = str(facts["name"]), facts["digest"]
     plain = re.sub(r"^docker:(//)?", "", name)
+    is_file = is_image_file(plain)
+    if not is_file:
+        plain = plain.replace("#", "/", 1)  # enroot writes host#name
     if not _NAME.fullmatch(plain) or "://" in plain:
         raise WorldsizeError(f"the record names the image {name!r}, which no container engine here can open.")
-    if digest is None:
+    if is_file:
+        plain = str(Path(plain).absolute())  # it is opened in the working directory of the run
+        _check_file(plain, digest)
+    elif digest is None or ContainerImage.named(plain).digest != digest:  # the engine is given the name alone
         raise WorldsizeError(
             f"the run's image {name} is named by a tag, which may be another one now. Name the image by its digest in "
             "the run that is to be re-created (cluster.image_digest=required), or leave --container out."
         )
-    if is_image_file(name) and ContainerImage.named(name).digest != digest:
-        raise WorldsizeError(
-            f"{name} is lost, or is not the image of the run: its SHA-256 was {digest}. Bring it back."
-        )
     return ContainerImage(plain, digest)
+
+
+def _check_file(name: str, digest: str | None) -> None:
+    """Raise WorldsizeError unless the file still has the digest; it is read whole, whatever its time and size say."""
+    file = Path(name)
+    if file.is_file():
+        with file.open("rb") as content:
+            if digest == f"sha256:{hashlib.file_digest(content, 'sha256').hexdigest()}":
+                return
+    raise WorldsizeError(f"{name} is lost, or is not the image of the run: its SHA-256 was {digest}. Bring it back.")
 
 
 @final
@@ -99,13 +112,20 @@ class Container:
             writes: Folders that the command may write.
             reads: Further folders that it may read.
             cuda: Whether it needs the GPUs.
+
+        Raises:
+            WorldsizeError: the image is a file that was changed, perhaps while its user was asked about it.
         """
+        if is_image_file(self.image.name):
+            _check_file(self.image.name, self.image.digest)
         shown = _distinct(writes, reads)
         if self.engine == "apptainer":
             binds = [f"--bind={path}:{path}:{mode}" for path, mode in shown.items()]
             source = self.image.name if is_image_file(self.image.name) else f"docker://{self.image.name}"
             devices = ["--nv"] if cuda else []
-            return (self.engine, "exec", *devices, *binds, f"--pwd={folder}", source, "python")
+            # else the home folder and /tmp may be written, and all variables be read
+            apart = ["--containall", "--no-home", "--cleanenv"]
+            return (self.engine, "exec", *apart, *devices, *binds, f"--pwd={folder}", source, "python")
         mounts = [f"--volume={path}:{path}:{mode}" for path, mode in shown.items()]
         gpus = {"docker": ["--gpus=all"], "podman": ["--device=nvidia.com/gpu=all"]}[self.engine] if cuda else []
         user = [f"--user={os.getuid()}:{os.getgid()}"] if self.engine == "docker" else []
@@ -115,6 +135,17 @@ class Container:
         limits = ["--ipc=host", "--network=host", "--security-opt=label=disable"]
         options = ["--rm", "--interactive", *limits, *gpus, *user, *mounts, *own, *variables, f"--workdir={folder}"]
         return (self.engine, "run", *options, "--entrypoint=python", self.image.name)
+
+
+def passed_on(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which ``command`` runs, with what Apptainer passes on to its container.
+
+    The other engines are told the names on the command line; Apptainer would want the values there.
+    """
+    if command[0] != "apptainer":
+        return dict(environment)
+    own = {name: value for name, value in environment.items() if name in _OWN or _is_passed_on(name)}
+    return {**environment, **{f"APPTAINERENV_{name}": value for name, value in own.items()}}
 
 
 def built(engine: str, dockerfile: Path, tag: str, *, options: Sequence[str] = ()) -> ContainerImage:
@@ -143,13 +174,16 @@ def built(engine: str, dockerfile: Path, tag: str, *, options: Sequence[str] = (
 
 
 def _distinct(writes: Sequence[Path], reads: Sequence[Path]) -> dict[Path, str]:
-    """Map the folders that exist to "rw" or "ro", without those inside another that has the same."""
+    """Map the folders that exist to "rw" or "ro", without those inside another that has the same, outer ones first.
+
+    Engines mount in this order, and a folder that is mounted over another hides what it contains.
+    """
     modes: dict[Path, str] = {}
     for mode, paths in (("rw", writes), ("ro", reads)):
         for path in sorted({path.resolve() for path in paths if path.exists()}):
             if not any(path == each or (path.is_relative_to(each) and modes[each] in (mode, "rw")) for each in modes):
                 modes[path] = mode
-    return modes
+    return dict(sorted(modes.items(), key=lambda each: len(each[0].parts)))
 
 
 def _is_passed_on(name: str) -> bool:

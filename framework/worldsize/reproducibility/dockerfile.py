@@ -20,6 +20,8 @@ from worldsize.reproducibility.private_files import PRIVATE_NAMES, why_private
 
 NAME = "Dockerfile"
 IGNORE = f"{NAME}.dockerignore"
+_IGNORE_HEADER = "# What the image does not get, as `worldsize image` wrote it."
+_OURS = re.compile(r"# .* as `worldsize image` wrote it\.")  # the first line of both files
 _LEFT_OUT = (".git", ".venv", "runs", "wandb", "__pycache__", "node_modules", NAME, IGNORE)
 _LOCKS = ("uv.lock", "requirements.txt")
 _FILES = ("ls-files", "--cached", "--others", "--exclude-standard", "-z")
@@ -51,8 +53,10 @@ class Dockerfile:
         """Write the Dockerfile, and beside it the list of what the image must not get; return the Dockerfile's path.
 
         Raises:
-            WorldsizeError: there is no lock, or it holds credentials or packages that the image cannot get.
+            WorldsizeError: there is no lock, it holds credentials or packages that the image cannot get, or there is a
+                Dockerfile that somebody else wrote.
         """
+        self._check_names()
         lock = next((self.folder / name for name in _LOCKS if (self.folder / name).is_file()), None)
         if lock is None:
             raise WorldsizeError(f"{self.folder} has no uv.lock and no requirements.txt. Run `uv lock` there first.")
@@ -71,9 +75,19 @@ class Dockerfile:
             has_project=self.has_project,
             extras=" --all-extras" if self.extras is None else "".join(every),
         )
-        (self.folder / IGNORE).write_text("".join(f"{name}\n" for name in self._left_out()))
+        lines = (_IGNORE_HEADER, *self._left_out())
+        (self.folder / IGNORE).write_text("".join(f"{line}\n" for line in lines))
         (self.folder / NAME).write_text(text)
         return self.folder / NAME
+
+    def _check_names(self) -> None:
+        """Raise WorldsizeError if one of the files would take the place of the project's own."""
+        for file in (self.folder / NAME, self.folder / IGNORE):
+            if file.is_symlink() or (file.exists() and not _is_ours(file)):
+                raise WorldsizeError(
+                    f"{file} is not one that `worldsize image` wrote, and would be lost. Give it another name, which "
+                    "the engine's own build takes with --file; nothing was written."
+                )
 
     def _check(self, lock: Path) -> None:
         """Raise WorldsizeError for a lock whose environment the folder alone cannot build, or not without a secret."""
@@ -102,6 +116,14 @@ class Dockerfile:
             is_left_out = any(part in _LEFT_OUT for part in PurePosixPath(name).parts)
             if not is_left_out and (self.folder / name).is_file() and why_private(self.folder / name, name):
                 yield _escaped(name)
+
+
+def _is_ours(file: Path) -> bool:
+    """Return whether `worldsize image` wrote the file; an empty one holds nothing that could be lost."""
+    if not file.is_file():
+        return False
+    lines = file.read_text(errors="replace").splitlines()
+    return not lines or _OURS.fullmatch(lines[0]) is not None
 
 
 def usual_base() -> str:

@@ -21,7 +21,10 @@ from worldsize.world.parent import RANK_NAME
 
 _INFINIBAND = Path("/sys/class/infiniband")
 # interfaces whose packets pass another one or an adapter that counts them, too, or none
-_NOT_REAL = re.compile(r"lo\d*$|veth|docker|br-|virbr|cali|flannel|cni|tun|tap|bond|team|ib\d")
+_NOT_REAL = re.compile(
+    r"lo\d*$|veth|docker|br-|br\d|virbr|cali|cilium|lxc|flannel|cni|tun|tap|bond|team|vlan|vxlan|macvlan|dummy"
+    r"|ib\w|\w+\.\d+$"  # IPoIB, whose packets pass an InfiniBand adapter; eth0.100, those of a VLAN, pass eth0
+)
 _IB_ERRORS = ("symbol_error", "link_downed", "port_rcv_errors", "local_link_integrity_errors")
 _WORD = 4  # bytes; the unit of port_xmit_data and port_rcv_data (kernel documentation, ABI sysfs-class-infiniband)
 

@@ -39,18 +39,19 @@ class HealthFile:
 
     def __init__(self, run: RunDirectory, node: int) -> None:
         self._path = run.health(node)
-        self._alerts = alerts_path(self._path)
+        self._run, self._alerts = run, _alerts_file(run, node)
         make_folder_of(self._path, run)
         self._lines = sum(1 for _ in complete_lines(self._path))
 
     def append(self, row: HealthRow, alerts: Sequence[NodeAlert]) -> None:
-        """Append a line, and the alerts that it has raised to the file beside it."""
+        """Append a line, and the alerts that it has raised to their own file."""
         if self._lines >= _LINES:
             self._thin()
         with self._path.open("a") as file:
             file.write(json.dumps(strict(row)) + "\n")
         self._lines += 1
         if alerts:
+            make_folder_of(self._alerts, self._run)
             with self._alerts.open("a") as file:
                 file.writelines(json.dumps(strict(asdict(each))) + "\n" for each in alerts)
 
@@ -62,9 +63,14 @@ class HealthFile:
         self._lines = len(kept)
 
 
-def alerts_path(samples: Path) -> Path:
-    """Return the file of alerts that belongs to a file of samples."""
-    return samples.with_name(samples.stem + _ALERTS)
+def _alerts_folder(run: RunDirectory) -> Path:
+    """Return the folder of alerts: who looks for new ones does not want to walk the files of all samples."""
+    return run.path / "health" / "alerts"
+
+
+def _alerts_file(run: RunDirectory, node: int) -> Path:
+    samples = run.health(node)
+    return _alerts_folder(run) / samples.parent.relative_to(run.path / "health") / (samples.stem + _ALERTS)
 
 
 @final
@@ -72,7 +78,7 @@ class AlertFiles:
     """Reads the alerts of all nodes that are raised after this object was made."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._folder = run.path / "health"
+        self._folder = _alerts_folder(run)
         self._tails = {path: Tail(path) for path in self._paths()}
 
     def new(self) -> Iterator[NodeAlert]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from worldsize.observe.events import NODE_ALERT
-from worldsize.observe.health.files import sample_files
-from worldsize.observe.health.rows import HealthRow, is_health
+from worldsize.observe.health.files import alert_of, sample_files
+from worldsize.observe.health.rows import GpuRow, HealthRow, is_health
 from worldsize.observe.health.words import COLUMNS, GPU_COLUMNS, cells, gpu_cells
 from worldsize.observe.report.read import Record
 from worldsize.observe.report.svg import Chart, draw, series_colour, tip
@@ -46,18 +46,51 @@ def nodes_health(record: Record) -> NodesHealthTable | None:
     if not rows_by_node:
         return None
     has_gpus = any(row["gpus"] for rows in rows_by_node.values() for row in rows)
-    texts = []
+    texts, errors = [], _memory_errors(record)
     for node, rows in rows_by_node.items():
-        worst = _worst(rows)
+        worst = _worst(rows, errors.get(node, {}))
         texts.append((f"{node} {worst['host']}", *cells(worst), *(gpu_cells(worst) if has_gpus else ())))
     columns = (*COLUMNS, *(GPU_COLUMNS if has_gpus else ()))
     return NodesHealthTable(columns, tuple(texts), tuple(_charts(rows_by_node)), len(files) - len(rows_by_node))
 
 
-def _worst(rows: Sequence[HealthRow]) -> HealthRow:
-    """Return a line with the mean of what is a rate, and the worst of what is a state."""
-    seen = [gpu for row in rows for gpu in row["gpus"]]
-    gpus = {gpu["index"]: gpu for gpu in sorted(seen, key=lambda gpu: bool(gpu["slowed_by"]))}
+def _memory_errors(record: Record) -> dict[int, dict[int, int]]:
+    """Count the memory errors that there were alerts about, by node and GPU: not all lines of samples are read."""
+    counts: dict[int, dict[int, int]] = {}
+    for each in record.events:
+        alert = alert_of(dict(each)) if each["event"] == NODE_ALERT else None
+        if alert and alert.what == "ecc" and alert.gpu is not None and isinstance(alert.value, int):
+            of_node = counts.setdefault(alert.node, {})
+            of_node[alert.gpu] = of_node.get(alert.gpu, 0) + alert.value
+    return counts
+
+
+def _worst_gpu(samples: Sequence[GpuRow], errors: int) -> GpuRow:
+    """Return one GPU's mean work, the most of its states, whatever slowed it down, and the sum of its errors."""
+    worst: GpuRow = {
+        "index": samples[0]["index"],
+        "slowed_by": sorted({by for each in samples for by in each["slowed_by"]}),
+    }
+    if work := [each["utilisation"] for each in samples if "utilisation" in each]:
+        worst["utilisation"] = fmean(work)
+    if memory := [each["memory"] for each in samples if "memory" in each]:
+        worst["memory"] = max(memory)
+    if heat := [each["temperature"] for each in samples if "temperature" in each]:
+        worst["temperature"] = max(heat)
+    counted = [each["ecc_errors"] for each in samples if "ecc_errors" in each]
+    if counted or errors:
+        worst["ecc_errors"] = max(sum(counted), errors)
+    return worst
+
+
+def _worst(rows: Sequence[HealthRow], errors: Mapping[int, int]) -> HealthRow:
+    """Return a line with the mean of what is a rate, and the worst of what is a state.
+
+    ``errors``: the memory errors that there were alerts about, by GPU.
+    """
+    gpus: dict[int, list[GpuRow]] = {}
+    for gpu in (gpu for row in rows for gpu in row["gpus"]):
+        gpus.setdefault(gpu["index"], []).append(gpu)
     sizes: dict[str, int] = {}
     for row in rows:
         for rank, size in row["resident"].items():
@@ -73,7 +106,7 @@ def _worst(rows: Sequence[HealthRow]) -> HealthRow:
         "sent": fmean(row["sent"] for row in rows),
         "network_errors": max(row["network_errors"] for row in rows),
         "resident": sizes,
-        "gpus": [gpus[index] for index in sorted(gpus)],
+        "gpus": [_worst_gpu(gpus[index], errors.get(index, 0)) for index in sorted(gpus)],
     }
 
 
