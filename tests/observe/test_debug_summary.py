@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -76,6 +77,26 @@ def test_the_summary_says_who_is_on_which_network_and_who_warned(tmp_path: Path)
         "  warned by rank 3 (1): misc/socket.cc:484 socketStartConnect: Connect to 10.0.0.1<36529> failed : Connection "
         "refused",
     ]
+
+
+def test_a_rank_that_an_earlier_attempt_had_connected_is_not_told_as_connected(tmp_path: Path) -> None:
+    """Of two attempts, the second has connected rank 0 alone, and its processes have counted no collective yet."""
+    run = RunDirectory(tmp_path)
+    run.nccl_logs("gpu").mkdir(parents=True)
+    counts = collectives_file(run.log("worker", 0))
+    run.log("worker", 0).write_text("step 1\n")
+    counts.write_text(json.dumps({"0": [57, 57]}))
+    done = "gpu1:{pid}:1 [0] NCCL INFO ncclCommInitRank comm 0x1 rank {rank} nranks 2 cudaDev 0 - Init {state}\n"
+    for pid, rank, state in ((10, 0, "COMPLETE"), (11, 1, "COMPLETE"), (20, 0, "COMPLETE"), (21, 1, "START")):
+        file = run.nccl_logs("gpu") / f"nccl_gpu_{pid}.log"
+        file.write_text(done.format(pid=pid, rank=rank, state=state))
+        os.utime(file, (1000 * (pid // 10),) * 2)
+    os.utime(counts, (1000, 1000))
+    told = debug_summary(run, {"start_at": 1500.0, "transport": {"backend": "nccl"}})
+    assert "1 of 2 ranks are connected" in told
+    assert "began to connect, and did not end: rank 1" in told
+    assert "collectives" not in told
+    assert "2 of 2 ranks are connected" in debug_summary(run, {"start_at": 500.0})
 
 
 def test_the_summary_of_a_run_is_shown_again(

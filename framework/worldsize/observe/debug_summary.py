@@ -12,7 +12,7 @@ from typing import Any
 from worldsize.files import open_regular
 from worldsize.messages import printable
 from worldsize.observe.nccl_log import NcclLog, parse_nccl
-from worldsize.records.flight import collectives_of
+from worldsize.records.flight import collectives_file, collectives_of
 from worldsize.records.run_directory import RunDirectory
 from worldsize.spans import named
 
@@ -23,24 +23,35 @@ _LENGTH = 200  # most characters of a warning that are told
 _TORCH = re.compile(r"(?:\[rank\d+\]:)?\[[WE]\d* ?[\d:.]* (?P<place>[\w.]+:\d+)\] (?P<text>.*)")
 
 
-def debug_summary(run: RunDirectory, transport: Mapping[str, Any] | None = None) -> str:
-    """Return what the processes of a run have logged, in some lines.
+def debug_summary(run: RunDirectory, attempt: Mapping[str, Any] | None = None) -> str:
+    """Return what the processes of a run have logged in its last attempt, in some lines.
 
     Args:
         run: The run.
-        transport: What the manifest has of the last attempt's transport.
+        attempt: What the manifest has of its last attempt. What NCCL wrote before that began is left out.
     """
+    begun, transport = (attempt or {}).get("start_at"), (attempt or {}).get("transport")
+    since = begun if isinstance(begun, int | float) else 0.0
     outputs = [path for path in _files(run.path / "logs", "*_[0-9]*.log") if not path.name.startswith("nccl_")]
-    logs = [parse_nccl(_text(path)) for path in _files(run.nccl_logs("any").parent, "nccl_*.log")]
+    logs = [parse_nccl(_text(path)) for path in _files(run.nccl_logs("any").parent, "nccl_*.log", since)]
     warnings = [(_process(log), text) for log in logs for text in log.warnings]
     warnings += [(path.stem, text) for path in outputs for text in _warnings(_text(path))]
     networks = _networks(logs) if logs else _gloo(transport or {})
-    lines = [*networks, *_collectives(outputs), *_told(warnings)]
+    counted = [path for path in outputs if _is_since(collectives_file(path), since)]
+    lines = [*networks, *_collectives(counted), *_told(warnings)]
     return "\n".join(["what NCCL and torch logged (cluster.debug):", *(f"  {printable(line)}" for line in lines)])
 
 
-def _files(folder: Path, pattern: str) -> list[Path]:
-    return sorted(folder.rglob(pattern), key=lambda path: path.name)[:_FILES]
+def _files(folder: Path, pattern: str, since: float = 0.0) -> list[Path]:
+    """Return the files that were written last at ``since`` (Unix time) or later, at most as many as are read."""
+    files = [path for path in folder.rglob(pattern) if _is_since(path, since)]
+    return sorted(files, key=lambda path: path.name)[:_FILES]
+
+
+def _is_since(path: Path, since: float) -> bool:
+    with suppress(OSError):
+        return path.stat().st_mtime >= since
+    return False
 
 
 def _text(path: Path) -> str:
