@@ -11,6 +11,7 @@ import pytest
 
 from tests.observe.run_folders import attempt, write_run
 from worldsize.app import logs
+from worldsize.observe import debug_summary as debug_summary_module
 from worldsize.observe.debug_summary import debug_summary
 from worldsize.observe.nccl_log import parse_nccl
 from worldsize.records.flight import collectives_file
@@ -97,6 +98,23 @@ def test_a_rank_that_an_earlier_attempt_had_connected_is_not_told_as_connected(t
     assert "began to connect, and did not end: rank 1" in told
     assert "collectives" not in told
     assert "2 of 2 ranks are connected" in debug_summary(run, {"start_at": 500.0})
+
+
+def test_processes_whose_logs_are_not_read_are_not_told_as_unconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(debug_summary_module, "_FILES", 2)
+    run = RunDirectory(tmp_path)
+    run.nccl_logs("gpu").mkdir(parents=True)
+    for rank in range(3):
+        run.log("worker", rank).write_text("step 1\n")
+        line = f"gpu:{rank}:1 [0] NCCL INFO ncclCommInitRank comm 0x1 rank {rank} nranks 3 cudaDev 0 - Init COMPLETE\n"
+        (run.nccl_logs("gpu") / f"nccl_gpu_{rank}.log").write_text(line)
+    assert debug_summary(run).splitlines()[1:] == [
+        "  NCCL of an unknown version: 2 of the 2 processes whose logs were read (of 3) are connected",
+        "  no warnings",
+        "  the output of 1 further processes was not read",
+    ]
 
 
 def test_the_summary_of_a_run_is_shown_again(
