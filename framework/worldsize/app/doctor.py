@@ -187,7 +187,7 @@ def _submitted(launcher: BatchLauncher, plan: Plan, run: RunDirectory, silence: 
 
 
 def wait_for_report(findings: Path, silence: float) -> None:
-    """Wait for the report of the first host, or until hosts that have begun to tell say nothing new for ``silence``."""
+    """Wait for the first host's report, or until hosts that have begun say nothing new for ``silence`` seconds."""
     from worldsize.planning.doctor.findings import REPORT, read_facts
 
     told: dict[str, int] = {}
