@@ -81,7 +81,7 @@ def test_the_summary_says_who_is_on_which_network_and_who_warned(tmp_path: Path)
 
 
 def test_a_rank_that_an_earlier_attempt_had_connected_is_not_told_as_connected(tmp_path: Path) -> None:
-    """Of two attempts, the second has connected rank 0 alone, and its processes have counted no collective yet."""
+    """The second of two attempts has connected rank 0 alone, and its processes have counted no collective yet."""
     run = RunDirectory(tmp_path)
     run.nccl_logs("gpu").mkdir(parents=True)
     counts = collectives_file(run.log("worker", 0))
