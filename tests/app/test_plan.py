@@ -184,6 +184,19 @@ def test_a_curve_has_the_textbooks_figures_at_each_size_and_is_drawn(plan: Any, 
     assert "Predicted; nothing was run." in page([tmp_path / "study"])
 
 
+def test_a_curve_has_the_sizes_that_fit_in_a_rack_and_those_that_racks_divide(plan: Any, tmp_path: Path) -> None:
+    rack = "+cluster.tiers.rack={nodes: 4, bandwidth: 50e9, latency: 3e-6}"
+    words = ("cluster.gpus_per_node=1", "strategy=ddp", rack, "--study", "study")
+    done = plan(*TEXTBOOK, "cluster.nodes=1..10", *words)
+    assert done.returncode == 0, done.stderr
+    points = {each["nodes"]: each for each in json.loads((tmp_path / "study" / "scaling.json").read_text())["points"]}
+    assert list(points) == [1, 2, 4, 8]
+    assert "ddp, cluster.nodes=10: cluster.tiers.rack=4: a unit must have several of a node (1 nodes)" in done.stdout
+    for nodes in (2, 4):
+        exposed = ring_all_reduce_seconds(2e9, nodes, Link(50e9, 3e-6))
+        assert points[nodes]["step_seconds"] == pytest.approx(0.25 + exposed)
+
+
 def test_the_payload_at_which_half_of_a_step_computes_is_that_of_the_formula(plan: Any) -> None:
     shape = ("--compute", "250ms", "+cluster=slurm", "cluster.nodes=8", "cluster.gpus_per_node=1")
     done = plan("--payload", *shape, "--strategies", "ddp,local_sgd", "strategy=ddp")

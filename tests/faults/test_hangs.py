@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import Train
 from worldsize.observe.report.page import page
-from worldsize.records.flight import flight_file, hang_report, hung_processes
+from worldsize.records.flight import collectives_file, flight_file, hang_report, hung_processes
 from worldsize.worker.flight import hangs_watched
 
 HANGS = (
@@ -94,8 +94,10 @@ def test_what_an_earlier_attempt_wrote_is_kept_and_not_taken_for_the_present(tmp
     log = tmp_path / "worker_00003.log"
     for attempt in (1, 2, 3):
         asked = tmp_path / f"hang_{attempt}"
+        collectives_file(log).write_text('{"0": [3, 3]}')
         with hangs_watched(log, asked, attempt=attempt, timeout=2.0):
             assert not flight_file(log).exists()
+            assert not collectives_file(log).exists()
             if attempt < 3:
                 asked.touch()
                 while not flight_file(log).exists():

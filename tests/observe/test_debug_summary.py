@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.observe.run_folders import attempt, write_run
 from worldsize.app import logs
+from worldsize.observe import debug_summary as debug_summary_module
 from worldsize.observe.debug_summary import debug_summary
 from worldsize.observe.nccl_log import parse_nccl
 from worldsize.records.flight import collectives_file
@@ -75,6 +77,43 @@ def test_the_summary_says_who_is_on_which_network_and_who_warned(tmp_path: Path)
         r"  warned by worker_00000 (1), worker_00001 (1): ProcessGroupNCCL.cpp:1250 Warning: slow \x1b[31m",
         "  warned by rank 3 (1): misc/socket.cc:484 socketStartConnect: Connect to 10.0.0.1<36529> failed : Connection "
         "refused",
+    ]
+
+
+def test_a_rank_that_an_earlier_attempt_had_connected_is_not_told_as_connected(tmp_path: Path) -> None:
+    """The second of two attempts has connected rank 0 alone, and its processes have counted no collective yet."""
+    run = RunDirectory(tmp_path)
+    run.nccl_logs("gpu").mkdir(parents=True)
+    counts = collectives_file(run.log("worker", 0))
+    run.log("worker", 0).write_text("step 1\n")
+    counts.write_text(json.dumps({"0": [57, 57]}))
+    done = "gpu1:{pid}:1 [0] NCCL INFO ncclCommInitRank comm 0x1 rank {rank} nranks 2 cudaDev 0 - Init {state}\n"
+    for pid, rank, state in ((10, 0, "COMPLETE"), (11, 1, "COMPLETE"), (20, 0, "COMPLETE"), (21, 1, "START")):
+        file = run.nccl_logs("gpu") / f"nccl_gpu_{pid}.log"
+        file.write_text(done.format(pid=pid, rank=rank, state=state))
+        os.utime(file, (1000 * (pid // 10),) * 2)
+    os.utime(counts, (1000, 1000))
+    told = debug_summary(run, {"start_at": 1500.0, "transport": {"backend": "nccl"}})
+    assert "1 of 2 ranks are connected" in told
+    assert "began to connect, and did not end: rank 1" in told
+    assert "collectives" not in told
+    assert "2 of 2 ranks are connected" in debug_summary(run, {"start_at": 500.0})
+
+
+def test_processes_whose_logs_are_not_read_are_not_told_as_unconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(debug_summary_module, "_FILES", 2)
+    run = RunDirectory(tmp_path)
+    run.nccl_logs("gpu").mkdir(parents=True)
+    for rank in range(3):
+        run.log("worker", rank).write_text("step 1\n")
+        line = f"gpu:{rank}:1 [0] NCCL INFO ncclCommInitRank comm 0x1 rank {rank} nranks 3 cudaDev 0 - Init COMPLETE\n"
+        (run.nccl_logs("gpu") / f"nccl_gpu_{rank}.log").write_text(line)
+    assert debug_summary(run).splitlines()[1:] == [
+        "  NCCL of an unknown version: 2 of the 2 processes whose logs were read (of 3) are connected",
+        "  no warnings",
+        "  the output of 1 further processes was not read",
     ]
 
 

@@ -11,9 +11,22 @@ from typing import Any
 
 import pytest
 
-from worldsize.core import Cluster, Link, TransportFellBack, World
+from worldsize.core import (
+    CheckpointFailed,
+    Cluster,
+    DataWorkersChanged,
+    Event,
+    Link,
+    MembershipChanged,
+    NodeAlert,
+    SaveIntervalChanged,
+    Straggling,
+    TransportFellBack,
+    World,
+)
 from worldsize.observe.events import EventLog, is_event
 from worldsize.observe.nccl_log import parse_nccl
+from worldsize.observe.report.timeline import describe_event
 from worldsize.observe.transport import Transport, audit, connections_of, transport_warning
 from worldsize.testing.worlds import run_in_worlds
 
@@ -81,6 +94,26 @@ def test_a_fallback_is_an_event_of_the_run(tmp_path: Path) -> None:
         "ranks": {"socket": 2},
         "interface": "eth0",
     }
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (Straggling(7, 3, "gpu1", "cuda:1", "compute", 1.4, 5), "step 7: straggling, rank 3, 1.4 × as slow"),
+        (NodeAlert(1, "gpu1", "disk", 0.97, 0.95), "gpu1"),
+        (CheckpointFailed(7, "no space left", 5, 2), "step 7: the checkpoint could not be written: no space left."),
+        (DataWorkersChanged(7, 3, 4, 2, 0.3), "step 7: rank 3: 4 data workers instead of 2"),
+        (SaveIntervalChanged(7, 50, 60.0, 1.0, 3600.0), "step 7: a checkpoint every 50 steps"),
+        (MembershipChanged(7, 1, (0, 1), {2: "killed"}, (), 3.0), "after step 7: worker 2 is lost (killed)"),
+        (TransportFellBack("NCCL uses plain sockets.", {"socket": 2}, "eth0"), "NCCL uses plain sockets."),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_every_event_that_is_written_is_described_in_words(tmp_path: Path, event: Event, words: str) -> None:
+    EventLog(tmp_path / "events.jsonl")(event)
+    text = describe_event(json.loads((tmp_path / "events.jsonl").read_text()))
+    assert words in text
+    assert not any(mark in text for mark in ("None", "{", "["))
 
 
 def test_the_manifest_records_the_transport(train: Any) -> None:

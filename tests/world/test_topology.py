@@ -117,7 +117,7 @@ def test_hosts_of_a_cluster_are_ordered_and_make_its_tiers(tmp_path: Path) -> No
     ("tiers", "message"),
     [
         ({"rack": 3}, "divide the 8 nodes"),
-        ({"rack": 8}, "divide the 8 nodes"),
+        ({"rack": 2, "pod": 9}, "several of a rack"),
         ({"rack": 1}, "several of a node"),
         ({"rack": 4, "pod": 4}, "several of a rack"),
         ({"node": 2}, "has the name of another tier"),
@@ -128,6 +128,24 @@ def test_tiers_that_do_not_divide_the_nodes_are_refused(tiers: dict[str, int], m
     with pytest.raises(ConfigError, match=message):
         cluster_of({**config, "tiers": tiers}, None)
     assert list(cluster_of({**config, "tiers": {"pod": 4, "rack": 2}}, None).tiers.items()) == [("rack", 2), ("pod", 4)]
+
+
+def test_nodes_that_one_rack_has_room_for_are_joined_by_its_link() -> None:
+    links = {"rack": {"bandwidth": 50e9, "latency": 3e-6}, "network": {"bandwidth": 1e9, "latency": 5e-6}}
+    config: dict[str, Any] = {"name": "test", "device": "cpu", "tiers": {"pod": 16, "rack": 8}, "links": links}
+    found = {nodes: cluster_of({**config, "nodes": nodes, "processes": nodes}, None) for nodes in (1, 8, 16, 32)}
+    assert {nodes: dict(each.tiers) for nodes, each in found.items()} == {
+        1: {},
+        8: {},
+        16: {"rack": 8},
+        32: {"rack": 8, "pod": 16},
+    }
+    assert {nodes: each.links["network"].bandwidth for nodes, each in found.items()} == {
+        1: 50e9,
+        8: 50e9,
+        16: 1e9,  # the pod has no link of its own
+        32: 1e9,
+    }
 
 
 def test_hosts_are_taken_from_the_switches_in_turn_so_that_servers_are_below_all(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> Report | None:
         write_configuration(run, config=config_text(clean.tree(settings.config)))
     with redirect_stdout(sys.stderr):  # the agents' output
         if isinstance(launcher, BatchLauncher):
-            return _submitted(launcher, with_secrets(settings, plan, clean), run)
+            return _submitted(launcher, with_secrets(settings, plan, clean), run, _silence(settings))
         if isinstance(launcher, AgentLauncher):
             _wait_for_agents(launcher.launch_agents(with_secrets(settings, plan, clean)))
         else:
@@ -168,19 +168,37 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> Report | None:
     return None
 
 
-def _submitted(launcher: BatchLauncher, plan: Plan, run: RunDirectory) -> Report | None:
-    """Submit the examination, or let a person start it, and wait for its end; return a report from outside ``run``."""
-    from worldsize.planning.doctor.findings import REPORT, read_facts
+def _silence(settings: Settings) -> float:
+    """Return the seconds after which hosts that have told nothing new have ended; pairs are measured in turns."""
+    turns = settings.cluster.nodes if settings.run.examine == "pairs" else 1
+    return 2 * settings.cluster.timeout * turns
 
+
+def _submitted(launcher: BatchLauncher, plan: Plan, run: RunDirectory, silence: float) -> Report | None:
+    """Submit the examination, or let a person start it, and wait for its end; return a report from outside ``run``."""
     job = launcher.submit(plan)
     if job is None:
         print(launcher.describe(plan))
         print(f"Start these. Their report will be in {run.findings}, and is shown here.", flush=True)
-        while not read_facts(run.findings, REPORT):
-            time.sleep(_POLL)
+        wait_for_report(run.findings, silence)
         return None
     _wait(launcher, job)
     return None if launcher.shares_run_folder else _logged(launcher.log_command(job, follow=True))
+
+
+def wait_for_report(findings: Path, silence: float) -> None:
+    """Wait for the first host's report, or until hosts that have begun say nothing new for ``silence`` seconds."""
+    from worldsize.planning.doctor.findings import REPORT, read_facts
+
+    told: dict[str, int] = {}
+    since = time.monotonic()
+    while not read_facts(findings, REPORT):
+        if told != (now := {path.name: path.stat().st_mtime_ns for path in findings.glob("*.json")}):
+            told, since = now, time.monotonic()
+        if told and time.monotonic() - since > silence:
+            print(f"The first host has left no report, and nothing new for {silence:g} s.", flush=True)
+            return
+        time.sleep(_POLL)
 
 
 def _logged(command: Sequence[str]) -> Report:

@@ -39,7 +39,7 @@ def main() -> None:
     try:
         if options.debug:
             attempts = look(run).attempts
-            sys.exit(print(debug_summary(run, attempts[-1].get("transport") if attempts else None)))
+            sys.exit(print(debug_summary(run, attempts[-1] if attempts else None)))
         if command := _of_launcher(scheduler, follow=options.follow):
             sys.exit(_shown(command))
         for line in lines(scheduler, options.rank, follow=options.follow):

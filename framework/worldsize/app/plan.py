@@ -117,15 +117,16 @@ def _show(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str] | N
     shared = None if size is None or typed else _SAMPLES_PER_LOGICAL_RANK
     if options.payload is not None:
         return _payload(predictor, options, names)
-    settings = settings_of(cfg, samples_per_logical_rank=shared)
     if sizes is not None:
         if (is_weak := options.compute is not None) and shared is None:
+            settings = settings_of(cfg)
             shared = settings.training.batch_size // settings.logical_ranks
         curve = Curve(choices()["recipe"] if size is None else f"{options.model_size:g} parameters", is_weak=is_weak)
         for word in sizes:
             reasons: dict[str, str] = {}
             curve.add(word, _strategies(reasons, shared, names, [word]), predictor, reasons)
         return _curve(curve, options)
+    settings = settings_of(cfg, samples_per_logical_rank=shared)
     _print(rank_table(settings.cluster, settings.strategy.groups(settings.cluster)))
     cluster = predictor.cluster(settings)
     memory = cluster.device_memory or detected_memory_bytes(cluster)  # before data are loaded

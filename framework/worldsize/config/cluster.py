@@ -17,6 +17,9 @@ def cluster_of(node: Mapping[str, Any], threads: int | None) -> Cluster:
         ConfigError: values that contradict each other.
     """
     links = {tier: Link(**link) for tier, link in (node.get("links") or {}).items()}
+    tiers, around = _tiers(node.get("tiers") or {}, node["nodes"])
+    if around in links:
+        links["network"] = links[around]
     return Cluster(
         name=node["name"],
         nodes=node["nodes"],
@@ -28,7 +31,7 @@ def cluster_of(node: Mapping[str, Any], threads: int | None) -> Cluster:
         interface=node.get("interface"),
         hca=node.get("hca"),
         links=links,
-        tiers=_tiers(node.get("tiers") or {}, node["nodes"]),
+        tiers=tiers,
         device_memory=node.get("device_memory"),
         price_per_hour=node.get("price_per_hour"),
         mtbf_hours=node.get("mtbf_hours"),
@@ -41,24 +44,34 @@ def cluster_of(node: Mapping[str, Any], threads: int | None) -> Cluster:
     )
 
 
-def _tiers(nodes_of_unit: Mapping[str, int], nodes: int) -> dict[str, int]:
+def _tiers(nodes_of_unit: Mapping[str, int], nodes: int) -> tuple[dict[str, int], str]:
     """Return the tiers, the innermost first; a unit of each has several units of the one below.
+
+    A tier of which one unit has room for all nodes is left out.
+
+    Returns:
+        The tiers that are crossed, and the innermost one that is left out, whose link is the network of these nodes;
+        "": none is.
 
     Raises:
         ConfigError: a tier has the name of another link, or units do not divide.
     """
-    tiers = dict(sorted(nodes_of_unit.items(), key=lambda item: item[1]))
-    below, told = 1, "a node"
-    for name, count in tiers.items():
+    tiers: dict[str, int] = {}
+    below, told, around = 1, "a node", ""
+    for name, count in sorted(nodes_of_unit.items(), key=lambda item: item[1]):
         if name in ("device", "node", "network"):
             raise ConfigError(f"cluster.tiers.{name} has the name of another tier. Call it rack or pod, say.")
-        if count % below or count in (below, nodes) or nodes % count:
+        if count % below or count == below or (count < nodes and nodes % count):
             raise ConfigError(
                 f"cluster.tiers.{name}={count}: a unit must have several of {told} ({below} nodes) and divide the "
-                f"{nodes} nodes into several. Set it to the nodes of one {name}, or leave it out."
+                f"{nodes} nodes, or have them all. Set it to the nodes of one {name}, or leave it out."
             )
         below, told = count, f"a {name}"
-    return tiers
+        if count < nodes:
+            tiers[name] = count
+        else:
+            around = around or name
+    return tiers, around
 
 
 def _spot(node: Mapping[str, Any]) -> Spot | None:

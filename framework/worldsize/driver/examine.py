@@ -11,11 +11,12 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, TypedDict
 
 import torch
+from rich.console import Console
 
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, Plan, Recipe
@@ -41,6 +42,7 @@ _logger = logging.getLogger(__name__)
 _CLOCK_REQUESTS = 5  # number of requests for a host's clock
 _VISIBLE = 3.0  # seconds within which a file written by one host must be visible to another
 _POLL = 0.05
+_COLUMNS = 160  # of a table in a log
 
 
 class Meeting(TypedDict, total=False):
@@ -77,9 +79,10 @@ def examine(
         else:
             others, meeting = _meet(run, place, facts, port, waits)
     if place.rank == 0:
-        code = _measure(Lead.of(launcher, place, others), plan, run, meeting)
-        _report(settings, run)
-        return code
+        try:
+            return _measure(Lead.of(launcher, place, others), plan, run, meeting)
+        finally:
+            leave_report(settings, run)
     return Follower(launcher, plan, place, connection).follow() if connection else 1
 
 
@@ -253,13 +256,17 @@ def _obstacle(place: Node, met: Meeting) -> str | None:
     return "some hosts do not reach each other" if any(met["unreached"].values()) else None
 
 
-def _report(settings: Settings, run: RunDirectory) -> None:
-    """Leave the report in the run's folder."""
+def leave_report(settings: Settings, run: RunDirectory) -> None:
+    """Leave the report in the run's folder, or in this host's output if that cannot be written."""
     cluster = settings.cluster
     findings = read_findings(run.findings, cluster.nodes)
     report = evaluate(findings, cluster, needed_bytes=2 * checkpoint_bytes(settings.recipe))
-    with suppress(OSError):  # which the report says, too
+    try:
         write_facts(run.findings, REPORT, strict(report.as_json()))
+    except OSError:  # which the report says, too
+        console = Console(width=_COLUMNS, highlight=False)
+        console.print(report.table())
+        console.out(report.as_line())
 
 
 def checkpoint_bytes(recipe: Recipe) -> float:

@@ -52,7 +52,7 @@ def _run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: Ru
         _say_restart(failure, f"{restarts} of {launcher.max_restarts}")
     _report(record.directory, outcome, console)
     if settings.cluster.debug:
-        _logger.info("%s", debug_summary(record.directory, record.attempts[-1].get("transport")))
+        _logger.info("%s", debug_summary(record.directory, record.attempts[-1]))
     return outcome.exit_code
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from worldsize.files import open_regular
 from worldsize.messages import printable
 from worldsize.observe.nccl_log import NcclLog, parse_nccl
-from worldsize.records.flight import collectives_of
+from worldsize.records.flight import collectives_file, collectives_of
 from worldsize.records.run_directory import RunDirectory
 from worldsize.spans import named
 
@@ -23,24 +23,37 @@ _LENGTH = 200  # most characters of a warning that are told
 _TORCH = re.compile(r"(?:\[rank\d+\]:)?\[[WE]\d* ?[\d:.]* (?P<place>[\w.]+:\d+)\] (?P<text>.*)")
 
 
-def debug_summary(run: RunDirectory, transport: Mapping[str, Any] | None = None) -> str:
-    """Return what the processes of a run have logged, in some lines.
+def debug_summary(run: RunDirectory, attempt: Mapping[str, Any] | None = None) -> str:
+    """Return what the processes of a run have logged in its last attempt, in some lines.
 
     Args:
         run: The run.
-        transport: What the manifest has of the last attempt's transport.
+        attempt: What the manifest has of its last attempt. What NCCL wrote before that began is left out.
     """
-    outputs = [path for path in _files(run.path / "logs", "*_[0-9]*.log") if not path.name.startswith("nccl_")]
-    logs = [parse_nccl(_text(path)) for path in _files(run.nccl_logs("any").parent, "nccl_*.log")]
+    begun, transport = (attempt or {}).get("start_at"), (attempt or {}).get("transport")
+    since = begun if isinstance(begun, int | float) else 0.0
+    every_output = [path for path in _files(run.path / "logs", "*_[0-9]*.log") if not path.name.startswith("nccl_")]
+    every_log = _files(run.nccl_logs("any").parent, "nccl_*.log", since)
+    outputs, logs = every_output[:_FILES], [parse_nccl(_text(path)) for path in every_log[:_FILES]]
     warnings = [(_process(log), text) for log in logs for text in log.warnings]
     warnings += [(path.stem, text) for path in outputs for text in _warnings(_text(path))]
-    networks = _networks(logs) if logs else _gloo(transport or {})
-    lines = [*networks, *_collectives(outputs), *_told(warnings)]
+    networks = _networks(logs, len(every_log)) if logs else _gloo(transport or {})
+    counted = [path for path in outputs if _is_since(collectives_file(path), since)]
+    lines = [*networks, *_collectives(counted), *_told(warnings)]
+    if (left_out := len(every_output) - len(outputs)) > 0:
+        lines.append(f"the output of {left_out:,} further processes was not read")
     return "\n".join(["what NCCL and torch logged (cluster.debug):", *(f"  {printable(line)}" for line in lines)])
 
 
-def _files(folder: Path, pattern: str) -> list[Path]:
-    return sorted(folder.rglob(pattern), key=lambda path: path.name)[:_FILES]
+def _files(folder: Path, pattern: str, since: float = 0.0) -> list[Path]:
+    """Return the files that were written last at ``since`` (Unix time) or later, by name."""
+    return sorted((path for path in folder.rglob(pattern) if _is_since(path, since)), key=lambda path: path.name)
+
+
+def _is_since(path: Path, since: float) -> bool:
+    with suppress(OSError):
+        return path.stat().st_mtime >= since
+    return False
 
 
 def _text(path: Path) -> str:
@@ -69,11 +82,15 @@ def _gloo(transport: Mapping[str, Any]) -> Iterator[str]:
         yield f"{backend} by {transport.get('interface') or 'the interface that leads to the first host'}"
 
 
-def _networks(logs: Sequence[NcclLog]) -> Iterator[str]:
+def _networks(logs: Sequence[NcclLog], written: int) -> Iterator[str]:
+    """Yield what the ``logs`` say, which are those that were read of all that were ``written``."""
     size = max(log.size for log in logs)
     connected = {log.rank for log in logs if log.is_connected and log.rank is not None}
     versions = sorted({log.version for log in logs if log.version})
-    yield f"NCCL {', '.join(versions) or 'of an unknown version'}: {len(connected)} of {size} ranks are connected"
+    of_all = f"{size} ranks are connected"
+    if written > len(logs):
+        of_all = f"the {len(logs)} processes whose logs were read (of {written}) are connected"
+    yield f"NCCL {', '.join(versions) or 'of an unknown version'}: {len(connected)} of {of_all}"
     if began := {log.rank for log in logs if log.rank is not None} - connected:
         yield f"began to connect, and did not end: {named(sorted(began))}"
     by_network: defaultdict[str, set[int]] = defaultdict(set)

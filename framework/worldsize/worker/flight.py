@@ -43,6 +43,8 @@ def hangs_watched(
     """
     with suppress(OSError):  # of an earlier attempt; there is none, or its folder is gone
         flight_file(log).replace(earlier_flight_file(log, attempt))
+    with suppress(OSError):
+        collectives_file(log).unlink()
     watch = _Watch(log, asked, attempt, timeout, counts=counts)
     watch.start()
     try:

@@ -98,6 +98,13 @@ class Study:
         return any(point.nodes > 1 for point in self.points)
 
     @property
+    def boundary(self) -> float | None:
+        """World size between those on one node and those on several; None: there are not both, or they overlap."""
+        one = max((point.world_size for point in self.points if point.nodes == 1), default=math.inf)
+        several = min((point.world_size for point in self.points if point.nodes > 1), default=-math.inf)
+        return math.sqrt(one * several) if one < several else None
+
+    @property
     def points(self) -> list[Point]:
         """Points of all series."""
         return [point for points in self.series.values() for point in points]
@@ -154,6 +161,7 @@ def study_charts(study: Study) -> list[Chart]:
     """Draw throughput, efficiency, and the phases of each series that has measured any."""
     key = tuple((plain(name), f"c{index % SERIES + 1}") for index, name in enumerate(study.series))
     throughput, efficiency = (_PREDICTED, _PREDICTED_SHARE) if study.facts.get("predicted") else (_LEGEND, _RELATIVE)
+    efficiency += _UPRIGHT if study.boundary is not None else ""
     return [
         Chart("Throughput", draw("Throughput", partial(_throughput, study=study), height=260), throughput, key),
         Chart("Efficiency", draw("Efficiency", partial(_efficiency, study=study), height=260), efficiency, key),
@@ -162,15 +170,10 @@ def study_charts(study: Study) -> list[Chart]:
 
 
 _LEGEND = "Dots: measured, with spread. Dashed: predicted. Dotted: ideal. Ring: the knee."
-_RELATIVE = (
-    "Samples a second of each process, against the smallest world size. Dashed: predicted. Ring: the knee. "
-    "To the right of an upright line: several nodes."
-)
-
+_RELATIVE = "Samples a second of each process, against the smallest world size. Dashed: predicted. Ring: the knee."
 _PREDICTED = "Predicted; nothing was run. Dotted: ideal. Ring: the knee."
-_PREDICTED_SHARE = (
-    "Share of a step that computes, predicted. Ring: the knee. To the right of an upright line: several nodes."
-)
+_PREDICTED_SHARE = "Share of a step that computes, predicted. Ring: the knee."
+_UPRIGHT = " To the right of the upright line: several nodes."
 
 
 def _throughput(axes: Axes, study: Study) -> None:
@@ -204,10 +207,8 @@ def _efficiency(axes: Axes, study: Study) -> None:
         expected = [100 * point.predicted_efficiency for point in points]
         axes.plot([point.world_size for point in points], expected, "--", color=series_colour(index))
         _ring(axes, points, shares)
-    one = max((point.world_size for point in study.points if point.nodes == 1), default=None)
-    several = min((point.world_size for point in study.points if point.nodes > 1), default=None)
-    if one and several:
-        axes.axvline(math.sqrt(one * several), color=colour("muted"), linewidth=1)
+    if (boundary := study.boundary) is not None:
+        axes.axvline(boundary, color=colour("muted"), linewidth=1)
     axes.axhline(100, color=colour("muted"), linestyle=":", linewidth=1)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("%")

@@ -141,6 +141,8 @@ def describe_event(event: Line) -> str:
         return f"step {event.get('step')}: {described_interval(event)}"
     if event.get("event") == "membership":
         return f"after step {event.get('step')}: {described_membership(event)}"
+    if event.get("event") == "transport":  # of no step: it is found when the ranks connect
+        return str(event.get("reason") or "a slower transport than the cluster declares")
     known = {"event", "time", "step", "rank", "host", "device", "cause", "slower", "since", "health"}
     words = [f"step {event.get('step')}: {event.get('event')}"]
     if "rank" in event:

@@ -12,6 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from worldsize.core import Link
+from worldsize.messages import printable
+from worldsize.records.json_schema import check as check_schema
 from worldsize.strict_json import parse, strict
 
 
@@ -36,6 +38,20 @@ class Pair:
 
 
 _MARK = "worldsize doctor found: "  # before a report in a log, whose lines may begin with the name of a pod or node
+
+_TEXT, _NUMBER = {"type": "string"}, {"type": "number"}
+_LINK = {"type": "object", "additionalProperties": _NUMBER}
+_CHECK = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "additionalProperties": _TEXT}
+_PAIR = {"type": "object", "properties": {"from": _TEXT, "to": _TEXT}, "additionalProperties": _NUMBER}
+_SHAPE = {
+    "type": "object",
+    "properties": {
+        "checks": {"type": "array", "items": _CHECK},
+        "links": {"type": "object", "additionalProperties": _LINK},
+        "pairs": {"type": "array", "items": _PAIR},
+        "hosts": {"type": "array", "items": {"type": "object"}},
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -70,13 +86,13 @@ class Report:
             ValueError: it is something else.
         """
         try:
-            checks = [Check(**each) for each in facts["checks"]]
-            links = {str(tier): Link(**each) for tier, each in facts["links"].items()}
+            check_schema(facts, _SHAPE)
+            links = {tier: Link(**each) for tier, each in facts["links"].items()}
             pairs = [
                 Pair(each["from"], each["to"], Link(each["bandwidth"], each["latency"], each["gap"], each["incast"]))
                 for each in facts["pairs"]
             ]
-            return Report(checks, links, pairs, list(facts["hosts"]))
+            return Report([Check(**each) for each in facts["checks"]], links, pairs, list(facts["hosts"]))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it is no report of doctor: {error!r}") from error
 
@@ -93,10 +109,10 @@ class Report:
             good = [check for check in checks if check.ok]
             for detail in dict.fromkeys(check.detail for check in good):
                 hosts = [check.host for check in good if check.detail == detail]
-                table.add_row("[green]✓[/]", name, _listed(hosts), escape(detail))
+                table.add_row("[green]✓[/]", _shown(name), _shown(_listed(hosts)), _shown(detail))
             for bad in (check for check in checks if not check.ok):
-                text = f"{bad.detail}\n→ {bad.remedy}" if bad.remedy else bad.detail
-                table.add_row("[red]✗[/]", f"[red]{name}[/]", escape(bad.host), escape(text))
+                text = _shown(bad.detail) + (f"\n→ {_shown(bad.remedy)}" if bad.remedy else "")
+                table.add_row("[red]✗[/]", f"[red]{_shown(name)}[/]", _shown(bad.host), text)
         return table
 
 
@@ -110,6 +126,11 @@ def report_in(log: str) -> Report | None:
             except ValueError:  # cut off, or of another worldsize
                 continue
     return None
+
+
+def _shown(text: str) -> str:
+    """Return what a host has said as rich and a terminal show it, whatever it is."""
+    return escape(printable(text))
 
 
 def _listed(hosts: Sequence[str]) -> str:

@@ -1,0 +1,53 @@
+"""Doctor ends, and shows what is known, where the first host can leave no report."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from worldsize.app import doctor
+from worldsize.core import Cluster
+from worldsize.driver import examine
+from worldsize.planning.doctor.findings import write_facts
+from worldsize.planning.doctor.report import report_in
+from worldsize.records.run_directory import RunDirectory
+
+
+def test_it_waits_until_hosts_begin_and_gives_up_on_a_report_once_they_are_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "_POLL", 0.01)
+    first = threading.Timer(0.6, write_facts, (tmp_path / "findings", "node_00000", {"node": 0}))
+    second = threading.Timer(0.9, write_facts, (tmp_path / "findings", "meeting", {"hosts": []}))
+    began = time.monotonic()
+    first.start()
+    second.start()
+    doctor.wait_for_report(tmp_path / "findings", 0.5)
+    assert time.monotonic() - began >= 1.4, "nobody has begun for longer than that, and then something new came"
+    assert "The first host has left no report, and nothing new for 0.5 s." in capsys.readouterr().out
+
+
+def test_it_ends_with_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_facts(tmp_path, "node_00000", {"node": 0})
+    write_facts(tmp_path, "report", {"checks": []})
+    doctor.wait_for_report(tmp_path, 0.0)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_report_that_cannot_be_written_is_in_the_hosts_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = SimpleNamespace(model=lambda: torch.nn.Linear(2, 2))
+    settings: Any = SimpleNamespace(cluster=Cluster("test", 2, 2, "cpu", "gloo"), recipe=recipe)
+    examine.leave_report(settings, RunDirectory(tmp_path / "absent"))
+    shown = capsys.readouterr().out
+    report = report_in(shown)
+    assert report is not None
+    assert not report.ok
+    assert "worldsize doctor" in shown.splitlines()[0]
