@@ -146,6 +146,7 @@ def test_auto_leaves_processes_alone_where_it_would_not_help(tmp_path: Path) -> 
         (planned(two, processes=1, cpu=True), "1 processes do not divide over 2 NUMA nodes"),
         (planned(unknown, processes=1), "does not say to which NUMA nodes the GPUs belong"),
         (planned(two, usable=frozenset(range(32))), "bound to cores 0-31 of 0-223 already"),  # Slurm, Kubernetes
+        (planned(two, processes=4, gpus=[*two.gpus][:2]), "4 processes see 2 GPUs here"),
         (planned(two, "none"), "cluster.pin=none"),
     ):
         assert pins.processes == ()
@@ -160,6 +161,13 @@ def test_more_processes_than_physical_cores_cannot_have_some_of_their_own(tmp_pa
     assert len(planned(machine, "exclusive", processes=4, cpu=True).processes) == 4
     with pytest.raises(ConfigError, match="NUMA node 0 has 2 physical cores for 3 processes. Set cluster.pin=numa or"):
         planned(machine, "exclusive", processes=5, cpu=True)
+
+
+@pytest.mark.parametrize("pin", ["numa", "exclusive"])
+def test_processes_without_a_gpu_beside_others_with_one_are_not_pinned(tmp_path: Path, pin: Pinning) -> None:
+    machine = read_topology(write_machine(tmp_path, H100))
+    with pytest.raises(ConfigError, match=rf"pin={pin}: 4 processes see 2 GPUs here\. Set cluster\.pin=none, or start"):
+        planned(machine, pin, processes=4, gpus=[*machine.gpus][:2])
 
 
 def test_gpus_that_are_not_visible_do_not_count(tmp_path: Path) -> None:
