@@ -87,7 +87,10 @@ def started(launcher: Slurm, plan: Plan) -> list[str]:
     script = launcher.describe(plan)
     heals = launcher.describe(replace(plan, roles={"worker": Role(2, restart="heal")}))
     words, among = shlex.split(command_of(script)), shlex.split(command_of(heals))
-    assert among[-len(words) + words.index("-m") :] == words[words.index("-m") :]
+    opened = [word for word in words if word.startswith("--container-")]  # by pyxis, whose options are those of srun
+    assert [word for word in among if word.startswith("--container-")] == opened
+    inside = words.index("-m") - 1 if opened else words.index("apptainer")
+    assert among[inside - len(words) :] == words[inside:]
     return words
 
 
