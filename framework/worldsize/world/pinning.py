@@ -170,21 +170,26 @@ def pins_here(cluster: Cluster, environ: Mapping[str, str], *, machine: MachineT
     return plan_pins(cluster.pin, machine, usable=os.sched_getaffinity(0), processes=processes, gpus=gpus)
 
 
-def pin_process(cluster: Cluster, *, local_rank: int, processes: int) -> Pin | None:
+def pin_process(cluster: Cluster, *, local_rank: int, processes: int, has_launcher: bool) -> Pin | None:
     """Pin this process, one of several on this machine, as ``cluster.pin`` asks; return its place, None: not pinned.
 
-    A process that trains on a GPU has chosen it by now.
+    A process that trains on a GPU has chosen it by now. One that has no launcher of worldsize, but torchrun, srun or
+    mpirun, and that is bound to some cores, stays there: they may have given other cores to the others.
 
     Raises:
         ConfigError: it cannot be pinned.
     """
     if cluster.pin == "none":
         return None
-    machine = read_topology()
+    machine, usable = read_topology(), os.sched_getaffinity(0)
     if cluster.pin == "auto" and len(machine.numa) == 1:  # CUDA need not be asked
         return None
+    if not has_launcher and usable < machine.cores:
+        text = "cluster.pin=%s: this process stays on cores %s, to which what has started it has bound it"
+        _logger.info(text, cluster.pin, shortened(usable))
+        return None
     gpus = cuda_gpus(processes) if cluster.device == "cuda" else []
-    pins = plan_pins(cluster.pin, machine, usable=os.sched_getaffinity(0), processes=processes, gpus=gpus)
+    pins = plan_pins(cluster.pin, machine, usable=usable, processes=processes, gpus=gpus)
     if pin := pins.of(local_rank):
         apply_pin(pin)
     return pin
