@@ -16,7 +16,7 @@ from torch import Tensor
 from worldsize.config.cluster import cluster_of
 from worldsize.config.shape import check_device
 from worldsize.core import Cluster, Numerics
-from worldsize.devices import default_backend, device_count, synchronize
+from worldsize.devices import default_backend, device_count, synchronize, synchronize_stream
 from worldsize.errors import ConfigError
 from worldsize.launch.local import Local
 from worldsize.reproducibility.seeds import generators_kept, seed_generators
@@ -102,6 +102,8 @@ def test_each_process_computes_on_the_device_of_its_local_rank(xpu: Module, monk
     synchronize(device)
     synchronize(torch.device("cpu"))
     assert xpu.waited == 1
+    synchronize_stream(device)
+    assert xpu.waited == 2
 
 
 def test_the_random_numbers_of_a_device_follow_from_the_seed_and_can_be_kept(xpu: Module) -> None:

@@ -84,3 +84,16 @@ def synchronize(device: torch.device) -> None:
 
     if is_accelerator(device):
         torch.get_device_module(device).synchronize()
+
+
+def synchronize_stream(device: torch.device) -> None:
+    """Wait until ``device`` has done what this thread's stream was given, or all where torch does not tell them apart.
+
+    Copies to pinned memory are there then; what runs on other streams goes on.
+    """
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    else:
+        synchronize(device)

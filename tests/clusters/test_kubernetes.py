@@ -187,10 +187,10 @@ def test_what_cannot_be_applied_is_refused(train: Any, options: tuple[str, ...],
 def test_an_image_without_a_digest_gives_a_warning(train: Any) -> None:
     run = train(*BASE, VOLUME[1], "cluster.image=images.example/digits:latest", *SHAPES["ddp"], "launch=show")
     assert run.code == 0
-    assert "named by a tag" in run.error
+    assert "has no digest that can be seen here" in run.error
     required = ("cluster.image=images.example/digits:latest", "cluster.image_digest=required", "launch=show")
     refused = train(*BASE, VOLUME[1], *required, *SHAPES["ddp"])
-    assert (refused.code, "named by a tag" in refused.error) == (2, True)
+    assert (refused.code, "has no digest that can be seen here" in refused.error) == (2, True)
 
 
 def test_doctor_reads_the_report_in_the_log_of_the_pods(

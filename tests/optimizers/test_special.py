@@ -104,6 +104,26 @@ def test_moments_of_8_bits_are_saved_as_plain_tensors_and_go_on_with_the_same_bi
     assert equal(whole, trained(other, resumed.optimizer, batches()[3:]))
 
 
+@pytest.mark.parametrize(("compiles", "graphs"), [(True, 2), (False, 1)])
+def test_an_update_is_compiled_if_that_is_wanted_and_what_comes_after_it_in_any_case(
+    compiles: bool, graphs: int
+) -> None:
+    compiled = list[Any]()
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    parameter = nn.Parameter(torch.ones(8))
+    parameter.grad = torch.ones(8)
+    torch.compiler.reset()
+    with torch.compiler.set_stance(force_backend=kept):
+        adamw_8bit([parameter], compile=compiles).step()
+        torch.compile(lambda x: x + 1)(parameter)
+    torch.compiler.reset()
+    assert len(compiled) == graphs
+
+
 # ---------------------------------------------------------------- schedule-free
 
 

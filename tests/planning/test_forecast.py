@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from worldsize.core import Cluster, Cost, Link, Workload
+from worldsize.core import Cluster, ConfigError, Cost, Link, Workload
 from worldsize.cost.cluster import served_bytes
 from worldsize.planning.advice import best_text, retuning_text, unfit
 from worldsize.planning.forecast import Forecast, accumulated, forecast
@@ -60,6 +60,15 @@ def test_sparse_sums_gather_numbers_with_indices_or_reduce_some() -> None:
     by_node = DDP(compress="topk", density=0.01, reduce="hierarchical").cost(WORK, cluster(4, 2))
     assert by_node is not None
     assert by_node.across_bytes == pytest.approx(3 * 2 * 0.01 * 8e8), "a node sends to three others, for its two ranks"
+    racks = replace(cluster(16, 1), tiers={"rack": 4}, links={**LINKS, "rack": LINKS["network"]})
+    by_rack = DDP(compress="topk", density=0.1, reduce="hierarchical")
+    by_rack.roles(racks)  # four senders, fewer than 1 / density
+    cost = by_rack.cost(WORK, racks)
+    assert cost is not None
+    inside = 2 * 3 / 4 * 8e8
+    assert cost.across_bytes == pytest.approx(inside + 3 * 2 * 0.1 * 8e8 / 4), "a quarter of each, to three other racks"
+    with pytest.raises(ConfigError, match=r"from 4 units of the last tier: with strategy.density=0.3 .* at most 1/4"):
+        replace(by_rack, density=0.3).roles(racks)
 
 
 def test_compute_measured_under_the_strategy_replaces_that_of_the_workload() -> None:

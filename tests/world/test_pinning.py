@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
@@ -15,8 +16,9 @@ from torch.numa import binding
 
 from tests.own_recipe import write_recipe
 from worldsize.core import Cluster, ConfigError, Pinning
+from worldsize.world import pinning
 from worldsize.world.machine import MachineTopology, listed, read_topology, shortened
-from worldsize.world.pinning import Pins, _prefer_memory, pins_here, plan_pins, visible_gpus
+from worldsize.world.pinning import Pin, Pins, _prefer_memory, pin_process, pins_here, plan_pins, visible_gpus
 
 Machine = tuple[Sequence[str], Mapping[str, int], Mapping[str, int]]
 # cores of each NUMA node as the kernel lists them, GPUs with their NUMA nodes, and adapters with theirs
@@ -146,6 +148,7 @@ def test_auto_leaves_processes_alone_where_it_would_not_help(tmp_path: Path) -> 
         (planned(two, processes=1, cpu=True), "1 processes do not divide over 2 NUMA nodes"),
         (planned(unknown, processes=1), "does not say to which NUMA nodes the GPUs belong"),
         (planned(two, usable=frozenset(range(32))), "bound to cores 0-31 of 0-223 already"),  # Slurm, Kubernetes
+        (planned(two, processes=4, gpus=[*two.gpus][:2]), "4 processes see 2 GPUs here"),
         (planned(two, "none"), "cluster.pin=none"),
     ):
         assert pins.processes == ()
@@ -160,6 +163,36 @@ def test_more_processes_than_physical_cores_cannot_have_some_of_their_own(tmp_pa
     assert len(planned(machine, "exclusive", processes=4, cpu=True).processes) == 4
     with pytest.raises(ConfigError, match="NUMA node 0 has 2 physical cores for 3 processes. Set cluster.pin=numa or"):
         planned(machine, "exclusive", processes=5, cpu=True)
+
+
+@pytest.mark.parametrize("pin", ["numa", "exclusive"])
+def test_processes_without_a_gpu_beside_others_with_one_are_not_pinned(tmp_path: Path, pin: Pinning) -> None:
+    machine = read_topology(write_machine(tmp_path, H100))
+    with pytest.raises(ConfigError, match=rf"pin={pin}: 4 processes see 2 GPUs here\. Set cluster\.pin=none, or start"):
+        planned(machine, pin, processes=4, gpus=[*machine.gpus][:2])
+
+
+@pytest.mark.parametrize("pin", ["numa", "exclusive"])
+def test_a_process_that_mpirun_has_bound_stays_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pin: Pinning
+) -> None:
+    machine = read_topology(write_machine(tmp_path, H100))
+    applied, own = list[Pin](), {3}
+    monkeypatch.setattr(pinning, "read_topology", lambda: machine)
+    monkeypatch.setattr(pinning, "apply_pin", applied.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: own)
+    cluster = Cluster("test", 1, 4, "cpu", "gloo", pin=pin)
+    with caplog.at_level(logging.INFO):
+        assert pin_process(cluster, local_rank=3, processes=4, has_launcher=False) is None
+    assert f"pin={pin}: this process stays on cores 3, to which" in caplog.text
+    assert applied == []
+    own = {*machine.cores}  # it is not bound
+    placed = pin_process(cluster, local_rank=3, processes=4, has_launcher=False)
+    assert applied == [placed]
+    own = {*range(4)}  # those of its launcher, which all processes share
+    placed = pin_process(cluster, local_rank=3, processes=4, has_launcher=True)
+    assert placed is not None
+    assert placed.cores == ({3} if pin == "exclusive" else {*range(4)})
 
 
 def test_gpus_that_are_not_visible_do_not_count(tmp_path: Path) -> None:

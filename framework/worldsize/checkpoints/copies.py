@@ -16,7 +16,7 @@ from worldsize.checkpoints.tree import split
 from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.collectives.step_timer import wait
 from worldsize.core import StateDict
-from worldsize.devices import synchronize
+from worldsize.devices import synchronize_stream
 
 
 @final
@@ -156,10 +156,7 @@ class _Buffers:
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's parts of ``tensors``, of any shapes."""
         copied(tensors, self.own)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        else:
-            synchronize(self._device)
+        synchronize_stream(self._device)
 
     def sent(self, group: ProcessGroup) -> Work | None:
         """Start to send this rank's copies to its peer, and to receive those of another."""

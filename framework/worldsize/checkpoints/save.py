@@ -30,7 +30,7 @@ from worldsize.checkpoints.storage import Writer
 from worldsize.checkpoints.tree import split
 from worldsize.collectives.per_rank import local
 from worldsize.core import CheckpointSaved, StateDict, World
-from worldsize.devices import synchronize
+from worldsize.devices import synchronize_stream
 from worldsize.errors import CheckpointError, OtherSchemaError, RunFolderError, SaveFailedError
 
 
@@ -135,10 +135,7 @@ class Saver:
         self._buffers = {name: _buffer(self._buffers.get(name), tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             _local(self._buffers[name]).copy_(_local(tensor), non_blocking=True)
-        if self._world.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        else:
-            synchronize(self._world.device)
+        synchronize_stream(self._world.device)
         return self._buffers
 
     def _write(

@@ -17,7 +17,7 @@ class ImageLauncher(LaunchMethod):
     """The base of launchers that start processes in an image, whose digest the run's manifest records."""
 
     image: str | None = cluster_option(None)  # best by digest: IMAGE@sha256:...
-    image_digest: Annotated[str, OneOf("optional", "required")] = cluster_option("optional")  # required: refuse a tag
+    image_digest: Annotated[str, OneOf("optional", "required")] = cluster_option("optional")  # required: refuse others
 
     def check_image(self) -> None:
         """Warn of an image that has no digest, or refuse it.
@@ -30,8 +30,8 @@ class ImageLauncher(LaunchMethod):
             if is_required:
                 raise ConfigError("cluster.image_digest=required, but there is no image. Set cluster.image.")
         elif ContainerImage.named(self.image).digest is None:
-            fact = f"the image {self.image} is named by a tag, which may be another one tomorrow"
-            remedy = "Name it by its digest (IMAGE@sha256: and 64 hexadecimal digits)"
+            fact = f"the image {self.image} has no digest that can be seen here, and may be another one tomorrow"
+            remedy = "Name it by its digest (IMAGE@sha256: and 64 hexadecimal digits), or as a file that is here"
             if is_required:
                 raise ConfigError(f"cluster.image_digest=required: {fact}. {remedy}; nothing was started.")
             _logger.warning("%s. %s for a run that can be re-created.", fact, remedy)

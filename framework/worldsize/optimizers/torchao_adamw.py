@@ -63,8 +63,10 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]
     def _stance(self) -> AbstractContextManager[None]:
         """Compile nothing if that is not wanted, or nothing is computed: parameters are on the meta device."""
         is_meta = any(parameter.is_meta for group in self.param_groups for parameter in group["params"])
-        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-        return nullcontext() if self._compiles and not is_meta else stance
+        if self._compiles and not is_meta:
+            return nullcontext()
+        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")  # holds from here on
+        return stance
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = super().state_dict()

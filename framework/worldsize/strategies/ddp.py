@@ -28,7 +28,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.core.limits import MEBIBYTES
-from worldsize.strategies.ddp_cost import ddp_cost
+from worldsize.strategies.ddp_cost import ddp_cost, gathering
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
@@ -115,8 +115,7 @@ class DDP(Strategy):
 
     def _check_density(self, cluster: Cluster) -> None:
         """Refuse messages that are longer than uncompressed ones: a rank gets those of all others, with indices."""
-        by_node = self.reduce == "hierarchical" and cluster.nodes > 1
-        senders, kind = (cluster.nodes, "nodes") if by_node else (cluster.processes, "ranks")
+        senders, kind = gathering(cluster, self.reduce)
         if senders * self.density > 1 and senders > 1:
             raise ConfigError(
                 f"strategy.compress=topk gathers numbers and their indices from {senders} {kind}: with "

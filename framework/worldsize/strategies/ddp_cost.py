@@ -15,6 +15,7 @@ from worldsize.cost.cluster import (
     by_node_seconds,
     exchanged_across_bytes,
     exchanged_all_seconds,
+    levels,
     ring_share,
     whole_bytes,
 )
@@ -44,6 +45,21 @@ def ddp_cost(
         communication_seconds=sums.seconds(payload),
         exposed_seconds=hidden if work.overlap else None,
     )
+
+
+def is_by_node(cluster: Cluster, reduce: Reduction) -> bool:
+    """Return whether gradients are summed inside nodes first."""
+    return reduce == "hierarchical" and cluster.nodes > 1
+
+
+def gathering(cluster: Cluster, reduce: Reduction) -> tuple[int, str]:
+    """Return how many gather from each other what "topk" sends, and what they are: hierarchical sums gather at the top.
+
+    Each of them is then one unit of the tier below, for which one rank sends a part.
+    """
+    if not is_by_node(cluster, reduce):
+        return cluster.processes, "ranks"
+    return levels(cluster)[-1].members, "units of the last tier" if cluster.tiers else "nodes"
 
 
 @final
@@ -89,7 +105,7 @@ class _Sums:
         if self.compress == "randomk":
             return self.density
         if self.compress == "topk":
-            return self.density * (self.cluster.nodes if self._is_by_node else self.cluster.processes)
+            return self.density * gathering(self.cluster, self.reduce)[0]
         return SIZES.get(self.compress, 1.0)
 
     @property
@@ -98,7 +114,7 @@ class _Sums:
 
     @property
     def _is_by_node(self) -> bool:
-        return self.reduce == "hierarchical" and self.cluster.nodes > 1
+        return is_by_node(self.cluster, self.reduce)
 
     @property
     def _is_small(self) -> bool:

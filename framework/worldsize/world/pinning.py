@@ -87,13 +87,15 @@ def plan_pins(
         gpus: PCI addresses of their GPUs by local rank; empty if they train on CPUs.
 
     Raises:
-        ConfigError: "exclusive", and there are fewer physical cores than processes.
+        ConfigError: not "auto", and there are fewer GPUs than processes; "exclusive", and fewer physical cores.
     """
     nodes = {number: own & usable for number, own in machine.numa.items() if own & usable}
     if pinning == "none" or not nodes:
         return Pins(reason="cluster.pin=none" if pinning == "none" else "the kernel does not say which cores there are")
     if pinning == "auto" and (reason := _why_not(machine, nodes, usable, processes, gpus)):
         return Pins(reason=reason)
+    if reason := _too_few(gpus, processes):
+        raise ConfigError(f"cluster.pin={pinning}: {reason}. Set cluster.pin=none, or start fewer processes.")
     homes = _homes(machine, nodes, processes, gpus)
     cores = [nodes[home] for home in homes]
     if pinning == "exclusive":
@@ -111,11 +113,17 @@ def _why_not(
         return f"this process is bound to cores {shortened(usable)} of {shortened(machine.cores)} already"
     if len(nodes) == 1:
         return "the machine has one NUMA node, so no memory is nearer than other memory"
+    if reason := _too_few(gpus, processes):
+        return reason
     if gpus and any(machine.gpus.get(gpu) not in nodes for gpu in gpus):
         return "the kernel does not say to which NUMA nodes the GPUs belong"
     if not gpus and processes % len(nodes):
         return f"{processes} processes do not divide over {len(nodes)} NUMA nodes"
     return ""
+
+
+def _too_few(gpus: Sequence[str], processes: int) -> str:
+    return f"{processes} processes see {len(gpus)} GPUs here" if 0 < len(gpus) < processes else ""
 
 
 def _homes(machine: MachineTopology, nodes: Mapping[int, Set[int]], processes: int, gpus: Sequence[str]) -> list[int]:
@@ -162,21 +170,26 @@ def pins_here(cluster: Cluster, environ: Mapping[str, str], *, machine: MachineT
     return plan_pins(cluster.pin, machine, usable=os.sched_getaffinity(0), processes=processes, gpus=gpus)
 
 
-def pin_process(cluster: Cluster, *, local_rank: int, processes: int) -> Pin | None:
+def pin_process(cluster: Cluster, *, local_rank: int, processes: int, has_launcher: bool) -> Pin | None:
     """Pin this process, one of several on this machine, as ``cluster.pin`` asks; return its place, None: not pinned.
 
-    A process that trains on a GPU has chosen it by now.
+    A process that trains on a GPU has chosen it by now. One that has no launcher of worldsize, but torchrun, srun or
+    mpirun, and that is bound to some cores, stays there: they may have given other cores to the others.
 
     Raises:
         ConfigError: it cannot be pinned.
     """
     if cluster.pin == "none":
         return None
-    machine = read_topology()
+    machine, usable = read_topology(), os.sched_getaffinity(0)
     if cluster.pin == "auto" and len(machine.numa) == 1:  # CUDA need not be asked
         return None
+    if not has_launcher and usable < machine.cores:
+        text = "cluster.pin=%s: this process stays on cores %s, to which what has started it has bound it"
+        _logger.info(text, cluster.pin, shortened(usable))
+        return None
     gpus = cuda_gpus(processes) if cluster.device == "cuda" else []
-    pins = plan_pins(cluster.pin, machine, usable=os.sched_getaffinity(0), processes=processes, gpus=gpus)
+    pins = plan_pins(cluster.pin, machine, usable=usable, processes=processes, gpus=gpus)
     if pin := pins.of(local_rank):
         apply_pin(pin)
     return pin

@@ -36,7 +36,10 @@ def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
     """
     check_size(placement, roles)
     device, threads = device_of(placement, cluster), threads_per_process(placement.local_world_size)
-    pin = pin_process(cluster, local_rank=placement.local_rank, processes=placement.local_world_size)
+    has_launcher = placement.heartbeat is not None  # one of worldsize
+    pin = pin_process(
+        cluster, local_rank=placement.local_rank, processes=placement.local_world_size, has_launcher=has_launcher
+    )
     torch.set_num_threads(cluster.threads or min(threads, len(pin.cores) if pin else threads))
     gang = gang_of(roles)
     # one that heals is joined when its members are known
