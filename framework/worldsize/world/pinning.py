@@ -87,13 +87,15 @@ def plan_pins(
         gpus: PCI addresses of their GPUs by local rank; empty if they train on CPUs.
 
     Raises:
-        ConfigError: "exclusive", and there are fewer physical cores than processes.
+        ConfigError: not "auto", and there are fewer GPUs than processes; "exclusive", and fewer physical cores.
     """
     nodes = {number: own & usable for number, own in machine.numa.items() if own & usable}
     if pinning == "none" or not nodes:
         return Pins(reason="cluster.pin=none" if pinning == "none" else "the kernel does not say which cores there are")
     if pinning == "auto" and (reason := _why_not(machine, nodes, usable, processes, gpus)):
         return Pins(reason=reason)
+    if reason := _too_few(gpus, processes):
+        raise ConfigError(f"cluster.pin={pinning}: {reason}. Set cluster.pin=none, or start fewer processes.")
     homes = _homes(machine, nodes, processes, gpus)
     cores = [nodes[home] for home in homes]
     if pinning == "exclusive":
@@ -111,11 +113,17 @@ def _why_not(
         return f"this process is bound to cores {shortened(usable)} of {shortened(machine.cores)} already"
     if len(nodes) == 1:
         return "the machine has one NUMA node, so no memory is nearer than other memory"
+    if reason := _too_few(gpus, processes):
+        return reason
     if gpus and any(machine.gpus.get(gpu) not in nodes for gpu in gpus):
         return "the kernel does not say to which NUMA nodes the GPUs belong"
     if not gpus and processes % len(nodes):
         return f"{processes} processes do not divide over {len(nodes)} NUMA nodes"
     return ""
+
+
+def _too_few(gpus: Sequence[str], processes: int) -> str:
+    return f"{processes} processes see {len(gpus)} GPUs here" if 0 < len(gpus) < processes else ""
 
 
 def _homes(machine: MachineTopology, nodes: Mapping[int, Set[int]], processes: int, gpus: Sequence[str]) -> list[int]:
