@@ -265,6 +265,22 @@ def test_when_all_is_done_one_that_waits_for_a_block_is_told_so(pairs: Processes
     assert pairs.told[5][-1]["members"] == []
 
 
+def test_one_that_is_ready_only_when_all_is_done_is_told_so(pairs: Processes) -> None:
+    """Nobody is left for whose sake another membership would form: it would wait for ever."""
+    pairs.stop(5, 7)
+    for rank in (0, 2, 3, 4):
+        pairs.roster.has_ended(rank)
+    pairs.stop(6)
+    assert pairs.told[6][-1]["members"] == []
+
+
+def test_one_that_hands_over_when_all_is_done_is_told_so(pairs: Processes) -> None:
+    for rank in (0, 2, 3, 4):
+        pairs.roster.has_ended(rank)
+    pairs.stop(5, 7)
+    assert pairs.told[5][-1]["members"] == []
+
+
 def test_members_that_do_not_stop_in_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

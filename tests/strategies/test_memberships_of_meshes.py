@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 
 from tests.strategies.test_sharded_accumulation import batch
@@ -102,3 +102,33 @@ def test_flat_sums_weigh_each_logical_rank_alike_where_parts_have_different_numb
     by_rank = trained_in_each(tmp_path, Mesh(on_failure="heal", **{axis: 2}), PAIRS)  # type: ignore[arg-type]
     ((_, alone),) = run_in_worlds(lambda world: trained(Single(), world), 1)
     assert all(norms == pytest.approx(alone, rel=1e-4) for results in by_rank for _, norms in results)
+
+
+class Crossed(nn.Linear):
+    """A layer whose input's gradient is the transpose of a contiguous tensor, as that of a convolution over steps."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return (self.weight @ input.t().contiguous()).t()
+
+
+@dataclass(frozen=True)
+class Strided(Chain):
+    """A chain each of whose blocks begins with a crossed layer, so that strided gradients pass between stages."""
+
+    def model(self) -> nn.Module:
+        first, *blocks, last = super().model().children()
+        return nn.Sequential(first, *(nn.Sequential(Crossed(16, 16, bias=False), block) for block in blocks), last)
+
+
+def test_messages_between_stages_may_have_any_strides() -> None:
+    def norm(strategy: Strategy, world: World) -> float:
+        recipe = Strided()
+        torch.manual_seed(3)
+        replica = strategy.replica(recipe, RunContext(world, Numerics(clip_norm=0.1), logical_ranks=4))
+        result = replica.step([batch(recipe, rank) for rank in range(4)])
+        assert result.grad_norm is not None
+        return float(result.grad_norm)
+
+    (alone,) = run_in_worlds(lambda world: norm(Single(), world), 1)
+    staged = run_in_worlds(lambda world: norm(Mesh(pipeline=2, on_failure="heal"), world), 2)
+    assert staged == [pytest.approx(alone, rel=1e-5)] * 2

@@ -58,7 +58,7 @@ class Roster:
     def take(self, rank: int, message: Message) -> None:
         """Take a message of a process."""
         match message:
-            case {"stopped": int()} if rank in self._leaving and rank not in self.members:
+            case {"stopped": int()} if rank not in self.members and (self._is_complete or rank in self._leaving):
                 self._send_off(rank)
             case {"stopped": int(), "step": int(step)}:
                 self._stopped[rank] = step
