@@ -100,6 +100,16 @@ def test_what_a_policy_wants_is_moved_into_the_bounds(
     assert [each["processes"] for each in asked] == ([] if requested is None else [requested])
 
 
+@pytest.mark.parametrize(("wanted", "requested"), [(1, 4), (6, 4), (8, 8), (100, 32)])
+def test_what_a_policy_wants_is_rounded_down_to_whole_blocks(
+    tmp_path: Path, asked: list[dict[str, Any]], wanted: int, requested: int
+) -> None:
+    policy = Calls(body=lambda state: wanted)
+    roles = {"worker": Role(4, restart="heal", block=4)}
+    assert autoscale.ask(policy, Plan(tmp_path, CLUSTER, roles, {}, logical_ranks=8, autoscaler=policy), 0.0) == ""
+    assert [each["processes"] for each in asked] == [requested]
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

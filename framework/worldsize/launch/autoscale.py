@@ -71,13 +71,14 @@ def ask(policy: Autoscaler, plan: Plan, seconds: float) -> str:
     """Ask the policy once, ``seconds`` after the attempt began, and request what it wants; return what went wrong."""
     sign = RunDirectory(plan.run_dir).control
     block = max(role.block for role in plan.roles.values())
-    least, most = bounds_of(policy, least=plan.cluster.min_processes, most=plan.logical_ranks * block)
+    least = -(-(plan.cluster.min_processes or 1) // block) * block
+    least, most = bounds_of(policy, least=least, most=plan.logical_ranks * block)
     try:
         state = _state(sign, plan.run_dir, seconds, least, most)
         wanted = policy.wanted(state)
         if type(wanted) is not int:
             return f"{type(policy).__name__}.wanted returned {wanted!r}, which is no number of processes"
-        wanted = max(least, min(wanted, most))
+        wanted = max(least, min(wanted, most) // block * block)  # more would only wait
         if wanted != state.processes:
             request(sign, do="resize", processes=wanted)
     except WorldsizeError as error:

@@ -90,6 +90,7 @@ class HealingMember:
                 self._run, carried, every=self._settings.checkpoint.peers, at=self._settings.faults.at
             )
         before, is_spare = None, False
+        replica: Replica | None = None
         while True:
             begun = time.perf_counter()
             membership = self._channel.next(self._step(carried), is_spare=is_spare)
@@ -100,6 +101,8 @@ class HealingMember:
                 connections = Connections()
                 settings, world = self._joined(world, membership, connections)
                 if is_spare:
+                    if self._shards:
+                        self._shards.release()
                     continue
                 make = partial(make_replica, settings, world, carried.before_update, connections)
                 replica = self._replica_of(make, world, membership, carried)
@@ -116,6 +119,7 @@ class HealingMember:
             except Exception as error:
                 if not self._channel.is_cause_of(error):
                     raise
+                replica = None  # else it and the next one, or none while this process waits, fill the memory
 
     def _step(self, carried: Carried) -> int:
         """Return the last step of which this process has a state."""

@@ -32,17 +32,21 @@ class ShardRecovery:
     def __init__(self, run: RunDirectory, carried: Carried, *, every: int, at: Callable[[str], None]) -> None:
         self._run, self._carried, self._every, self._at = run, carried, every, at
         self._copies: ShardCopies | None = None
-        self._left: list[Generation] = []  # by the membership before
+        self._left: list[Generation] = []  # by the memberships before
 
     @property
     def step(self) -> int:
         """The newest step of which this process keeps anything."""
         newest = self._copies.newest if self._copies else None
-        return newest.step if newest else NEWCOMER
+        return max((each.step for each in (*self._left, *([newest] if newest else ()))), default=NEWCOMER)
 
     def leave(self) -> None:
-        """Wait no more for copies on the way, since the membership has ended; its groups still exist."""
-        self._left = self._copies.left() if self._copies else []
+        """Wait no more for copies on the way, since the membership has ended; its groups still exist.
+
+        What was left or handed over before stays if this process has not got as far as to keep copies since.
+        """
+        if self._copies:
+            self._left, self._copies = self._copies.left(), None
 
     def hand_over(self, world: World, ranks: int) -> None:
         """Let the first ``ranks`` of ``world`` keep what only the others do, which will wait; all must call it.
@@ -51,6 +55,11 @@ class ShardRecovery:
             CheckpointError: a part of each state is lost.
         """
         self._left = handed_over(self._left, world.groups[f"copies/{world.role}"], ranks)
+
+    def release(self) -> None:
+        """Let go of the replica before, all of whose groups are left."""
+        self._carried.copy = _nothing
+        gc.collect()  # the replica and its groups refer to themselves
 
     def recover(self, make_replica: Callable[[], Replica], world: World, number: int, loop: LoopConfig) -> Replica:
         """Make the replica of membership ``number``, with the newest state of which no part is lost.
@@ -61,12 +70,11 @@ class ShardRecovery:
             CheckpointError: a part of each state is lost.
         """
         carried = self._carried
-        left, self._left = self._left, []
-        before, carried.copy = carried.progress, _nothing
-        gc.collect()  # the replica before, and its groups, refer to themselves
+        before = carried.progress
+        self.release()
         replica = make_replica()
         group = world.groups.get(f"copies/{world.role}")
-        newest = recovered(replica.state(), left, group)
+        newest = recovered(replica.state(), self._left, group)
         if newest is None:
             carried.progress, carried.log.step, carried.log.evaluation = None, 0, 0
         else:
@@ -81,6 +89,7 @@ class ShardRecovery:
             saved = known[1] or not loop.saves(newest.step)
             carried.progress = TrainingProgress(newest.step, newest.skipped, evaluated, saved)
         self._begin(replica, world, number, group, newest.kept if newest else None)
+        self._left = []  # only now: if this is interrupted, the next membership needs it
         return replica
 
     def close(self) -> None:

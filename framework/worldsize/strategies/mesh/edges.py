@@ -61,13 +61,21 @@ class _Message(dist.P2POp):
 
 
 def _started(edges: Edges, pair: tuple[int, int], tensor: Tensor, **_: Any) -> _Patient:
-    return _Patient(edges.start(tensor.contiguous(), *pair))
+    message = tensor.contiguous()  # gloo takes no other; torch may allocate what it receives with any strides
+    receives = pair[1] == edges.rank and message is not tensor
+    return _Patient(edges.start(message, *pair), message, tensor if receives else None)
 
 
 @final
 @dataclass(frozen=True)
 class _Patient:
+    """A message on its way; ``filled``: the tensor to copy it to once it is there, if it is not that tensor itself."""
+
     work: Work
+    message: Tensor
+    filled: Tensor | None
 
     def wait(self) -> None:
         wait(self.work)
+        if self.filled is not None:
+            self.filled.detach().copy_(self.message)
