@@ -188,7 +188,7 @@ def test_an_image_without_a_digest_gives_a_warning(train: Any) -> None:
     run = train(*BASE, VOLUME[1], "cluster.image=images.example/digits:latest", *SHAPES["ddp"], "launch=show")
     assert run.code == 0
     assert "has no digest that can be seen here" in run.error
-    required = ("cluster.image=images.example/digits:latest", "cluster.image_digest=required", "launch=show")
+    required = ("cluster.image=images.example/digits:latest", "cluster.image_digest=required")
     refused = train(*BASE, VOLUME[1], *required, *SHAPES["ddp"])
     assert (refused.code, "has no digest that can be seen here" in refused.error) == (2, True)
 

@@ -109,7 +109,10 @@ class _Watch(threading.Thread):
 
 def _collectives() -> list[Mapping[str, Any]]:
     """Return what the flight recorder has kept, oldest first; nothing if the process is in no group."""
-    entries: list[Mapping[str, Any]] = _recorded().get("entries", []) if dist.is_initialized() else []
+    try:
+        entries: list[Mapping[str, Any]] = _recorded().get("entries", []) if dist.is_initialized() else []
+    except ValueError:  # the group was destroyed in between: the gang has other members from now on
+        return []
     return entries
 
 
