@@ -12,6 +12,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, Work
 
 from worldsize.checkpoints.peers import receive_state, send_state
@@ -151,12 +152,14 @@ class HealingMember:
         if unfinished := INTERRUPTION.unfinished():
             _UNFINISHED.append((unfinished, existing_groups()))
         self._channel.begin(membership.number, connections.cut)
-        settings = self._settings.among(len(membership.members))
+        settings, copies = self._settings.among(len(membership.members)), self._shards is not None
+        # before the context, since what the stores open outlasts the membership
+        everyones = self._meetings.store(membership.number, "everyone") if membership.waiting else None
+        store = self._meetings.store(membership.number)
         with connections:
-            world = self._handed_over(world, membership, settings)
+            world = self._handed_over(world, membership, settings, everyones)
             if world.global_rank in membership.waiting:
                 return settings, world
-            store, copies = self._meetings.store(membership.number), self._shards is not None
             world = regrouped(world, membership.members, settings.cluster, store, copies=copies)
         self._has_logged = self._logs
         if world.rank == 0 and not self._logs:
@@ -164,11 +167,10 @@ class HealingMember:
             self._logs = True
         return settings, world
 
-    def _handed_over(self, world: World, membership: Membership, settings: Settings) -> World:
+    def _handed_over(self, world: World, membership: Membership, settings: Settings, store: Store | None) -> World:
         """Let those that train keep what only those keep that will wait, in groups of them all, which they leave."""
-        if membership.waiting and self._shards:
+        if store is not None and self._shards:
             everyone = (*membership.members, *membership.waiting)
-            store = self._meetings.store(membership.number, "everyone")
             world = regrouped(world, everyone, settings.cluster, store, copies=True)
             self._shards.hand_over(world, len(membership.members))
             dist.destroy_process_group()
