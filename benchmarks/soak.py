@@ -49,7 +49,15 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def workers(launcher: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+    """Return the processes that train, and not the one that watches the health of this host."""
+    children = map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
+    return [pid for pid in children if name_of(pid).startswith("rank ")]
+
+
+def name_of(pid: int) -> str:
+    with suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/comm").read_text()
+    return ""
 
 
 def last_step(folder: Path) -> int:
