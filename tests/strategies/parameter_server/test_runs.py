@@ -249,11 +249,13 @@ def test_a_launcher_that_is_killed_leaves_no_process(
         env=environment_without_wandb,
         stdout=subprocess.DEVNULL,
     )
-    folder = begun(tmp_path, after=1)
-    children = _children(process.pid)
+    try:
+        folder = begun(tmp_path, after=1)
+        children = _children(process.pid)
+    finally:
+        process.kill()
+        process.wait()
     assert len(children) == 5  # one watches the health of this host
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
     deadline = time.monotonic() + 120
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < deadline
