@@ -84,6 +84,7 @@ def test_what_was_measured_before_a_point_failed_is_kept(
     assert "digits, strong scaling" in done.stdout
 
 
+@pytest.mark.slow
 def test_nodes_and_processes_of_each_are_measured_on_hosts_of_their_own(hosts: Any, tmp_path: Path) -> None:
     program = [
         sys.executable,

@@ -60,6 +60,7 @@ def test_all_that_train_one_part_of_the_data_may_die_at_once(train: Any, undistu
     assert sorted(memberships(run.folder)[-1]) == [2, 3, 6, 7]
 
 
+@pytest.mark.slow
 def test_less_than_a_block_starts_again_from_the_checkpoint(train: Any, undisturbed: Any) -> None:
     options = ("checkpoint.every=4", "launcher.max_restarts=1", "cluster.processes=2")
     run = train(*ELASTIC, TENSOR, "strategy.on_failure=heal", *options, faults(kill(1, 7)))
