@@ -47,6 +47,7 @@ def code(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.heavy
+@pytest.mark.timeout(600)  # it compiles six times, on cores that other tests use
 def test_compiled_runs_end_with_the_same_bits_at_any_number_of_processes_and_after_a_kill(
     train: Any, code: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
