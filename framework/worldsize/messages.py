@@ -54,6 +54,14 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{minutes / 1440:,.1f} days"
 
 
+def size(count: float) -> str:
+    """Format bytes in decimal units, with three digits: 1 kB is 1000 B."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
 def show_messages() -> None:
     """Show what worldsize's modules log; called once by each program, and inherited by what it forks."""
     logger, handler = logging.getLogger("worldsize"), _StandardError()

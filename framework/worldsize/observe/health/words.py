@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
+from worldsize.messages import size
 from worldsize.observe.health.rows import HealthRow
 
 COLUMNS = ("node", "CPU", "by others", "memory", "largest rank", "swap", "disk free", "network", "errors/min")
@@ -17,10 +18,10 @@ def cells(row: HealthRow) -> list[str]:
         f"{row['cpu']:.0%}",
         f"{row['cpu_of_others']:.0%}",
         f"{row['memory']:.0%}",
-        f"rank {largest[0]}: {bytes_text(largest[1])}" if largest else "",
-        f"{bytes_text(row['swap'])}/s" if row["swap"] else "",
-        bytes_text(row["disk_free"]),
-        f"{bytes_text(row['received'] + row['sent'])}/s",
+        f"rank {largest[0]}: {size(largest[1])}" if largest else "",
+        f"{size(row['swap'])}/s" if row["swap"] else "",
+        size(row["disk_free"]),
+        f"{size(row['received'] + row['sent'])}/s",
         f"{row['network_errors']:,.0f}" if row["network_errors"] else "",
     ]
 
@@ -38,11 +39,3 @@ def gpu_cells(row: HealthRow) -> list[str]:
         "; ".join(slowed),
         f"{errors:,}" if errors else "",
     ]
-
-
-def bytes_text(count: float) -> str:
-    """Format bytes in decimal units, with three digits."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:.0f} B"

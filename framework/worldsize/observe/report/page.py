@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from worldsize.core import spoken_name
 from worldsize.errors import WorldsizeError
 from worldsize.files import is_file
-from worldsize.messages import duration
+from worldsize.messages import duration, size
 from worldsize.observe.report.cluster import axes, links, nodes
 from worldsize.observe.report.curves import common_curves, run_curves
 from worldsize.observe.report.hangs import hangs
@@ -212,11 +212,3 @@ def percent(share: float) -> str:
 def milliseconds(seconds: float) -> str:
     """Format seconds in milliseconds, "–" for NaN."""
     return f"{figure(1e3 * seconds)} ms" if seconds == seconds else "–"
-
-
-def size(count: float) -> str:
-    """Format bytes in decimal units, with three digits: 1 kB is 1000 B."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:.0f} B"
