@@ -18,7 +18,7 @@ from worldsize.observe.data_waits import waited_share, waiting_text
 from worldsize.observe.events import is_event
 from worldsize.observe.health.rows import HealthRow
 from worldsize.observe.health.summary import NodesHealth, badness
-from worldsize.observe.health.words import COLUMNS, GPU_COLUMNS, cells, gpu_cells
+from worldsize.observe.health.words import table_of
 from worldsize.observe.progress import Tail, by_split, figures
 from worldsize.observe.report.read import number
 from worldsize.observe.report.svg import plain
@@ -178,11 +178,9 @@ def _ranks(times: Mapping[int, TimingRow], step: StepRow) -> Table:
 def _nodes(rows: Mapping[int, HealthRow]) -> Table:
     """List nodes with their health, those that deserve a look most."""
     shown = sorted(sorted(rows, key=lambda node: -badness(rows[node]))[:_NODES])
-    has_gpus = any(rows[node]["gpus"] for node in shown)
-    table = Table(*COLUMNS, *(GPU_COLUMNS if has_gpus else ()), box=None, pad_edge=False)
-    for node in shown:
-        row = rows[node]
-        texts = [f"{node} {row['host']}", *cells(row), *(gpu_cells(row) if has_gpus else ())]
+    columns, cells = table_of({node: rows[node] for node in shown})
+    table = Table(*columns, box=None, pad_edge=False)
+    for texts in cells:
         table.add_row(*(Text(plain(each, at_most=80)) for each in texts))
     if len(rows) > _NODES:
         table.caption = f"{_NODES} of {len(rows)} nodes"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, TypeGuard
 
 from worldsize.records.json_lines import Row, is_number
 
@@ -101,6 +101,11 @@ def health_row(before: Counters, now: Counters, *, host: str, time: float) -> He
         "resident": {str(rank): size for rank, size in sorted(now.resident.items())},
         "gpus": [_gpu(asdict(gpu), errors.get(gpu.index)) for gpu in now.gpus],
     }
+
+
+def told(gpus: Iterable[GpuRow], figure: Literal["utilisation", "memory", "temperature", "ecc_errors"]) -> list[float]:
+    """Return a figure of the GPUs that tell it."""
+    return [gpu[figure] for gpu in gpus if figure in gpu]
 
 
 def _gpu(reading: dict[str, Any], errors_before: int | None) -> GpuRow:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import final
 
 from worldsize.observe.health.files import last_samples, sample_files
-from worldsize.observe.health.rows import GpuRow, HealthRow
+from worldsize.observe.health.rows import GpuRow, HealthRow, told
 from worldsize.records.run_directory import RunDirectory
 
 _INTERVAL = 20.0  # seconds between two looks at the files, for few nodes
@@ -82,9 +82,7 @@ def _of_gpus(gpus: list[GpuRow]) -> dict[str, float]:
     """Return the figures of some GPUs: the mean of their work, and the worst of all else."""
     if not gpus:
         return {}
-    work = [gpu["utilisation"] for gpu in gpus if "utilisation" in gpu]
-    heat = [gpu["temperature"] for gpu in gpus if "temperature" in gpu]
-    memory = [gpu["memory"] for gpu in gpus if "memory" in gpu]
+    work, heat, memory = (told(gpus, figure) for figure in ("utilisation", "temperature", "memory"))
     return {
         **({"gpu_utilisation": fmean(work), "gpu_utilisation_least": min(work)} if work else {}),
         **({"gpu_temperature": max(heat)} if heat else {}),

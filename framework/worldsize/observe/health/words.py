@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import fmean
 
 from worldsize.messages import size
-from worldsize.observe.health.rows import HealthRow
+from worldsize.observe.health.rows import HealthRow, told
 
-COLUMNS = ("node", "CPU", "by others", "memory", "largest rank", "swap", "disk free", "network", "errors/min")
-GPU_COLUMNS = ("GPU", "hottest", "slowed by", "memory errors")
+_COLUMNS = ("node", "CPU", "by others", "memory", "largest rank", "swap", "disk free", "network", "errors/min")
+_GPU_COLUMNS = ("GPU", "hottest", "slowed by", "memory errors")
 
 
-def cells(row: HealthRow) -> list[str]:
-    """Return the cells of a node under ``COLUMNS``, without the first."""
+def table_of(rows_by_node: Mapping[int, HealthRow]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the columns of a table of nodes, and the cells of each; GPUs have columns if any node has some."""
+    has_gpus = any(row["gpus"] for row in rows_by_node.values())
+    columns = (*_COLUMNS, *(_GPU_COLUMNS if has_gpus else ()))
+    table = [
+        (f"{node} {row['host']}", *_cells(row), *(_gpu_cells(row) if has_gpus else ()))
+        for node, row in rows_by_node.items()
+    ]
+    return columns, table
+
+
+def _cells(row: HealthRow) -> list[str]:
+    """Return the cells of a node under ``_COLUMNS``, without the first."""
     largest = max(row["resident"].items(), key=lambda each: each[1], default=None)
     return [
         f"{row['cpu']:.0%}",
@@ -26,11 +38,10 @@ def cells(row: HealthRow) -> list[str]:
     ]
 
 
-def gpu_cells(row: HealthRow) -> list[str]:
-    """Return the cells of a node under ``GPU_COLUMNS``: its GPUs together; empty texts if it has none."""
+def _gpu_cells(row: HealthRow) -> list[str]:
+    """Return the cells of a node under ``_GPU_COLUMNS``: its GPUs together; empty texts if it has none."""
     gpus = row["gpus"]
-    work = [gpu["utilisation"] for gpu in gpus if "utilisation" in gpu]
-    heat = [gpu["temperature"] for gpu in gpus if "temperature" in gpu]
+    work, heat = told(gpus, "utilisation"), told(gpus, "temperature")
     slowed = [f"GPU {gpu['index']}: {', '.join(gpu['slowed_by'])}" for gpu in gpus if gpu["slowed_by"]]
     errors = sum(gpu.get("ecc_errors", 0) for gpu in gpus)
     return [

@@ -11,8 +11,8 @@ import numpy as np
 
 from worldsize.observe.events import NODE_ALERT
 from worldsize.observe.health.files import alert_of, sample_files
-from worldsize.observe.health.rows import GpuRow, HealthRow, is_health
-from worldsize.observe.health.words import COLUMNS, GPU_COLUMNS, cells, gpu_cells
+from worldsize.observe.health.rows import GpuRow, HealthRow, is_health, told
+from worldsize.observe.health.words import table_of
 from worldsize.observe.report.read import Record
 from worldsize.observe.report.svg import Chart, draw, series_colour, tip
 from worldsize.records.json_lines import Rows
@@ -30,9 +30,9 @@ _LINES = 300  # of each of their files
 class NodesHealthTable:
     """A row of texts for each node, under ``columns``; ``left_out``: nodes that are not shown."""
 
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    charts: tuple[Chart, ...]
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, ...]]
+    charts: Sequence[Chart]
     left_out: int
 
 
@@ -45,13 +45,9 @@ def nodes_health(record: Record) -> NodesHealthTable | None:
     rows_by_node: dict[int, Sequence[HealthRow]] = {node: rows for node, rows in read.items() if rows}  # type: ignore[misc]
     if not rows_by_node:
         return None
-    has_gpus = any(row["gpus"] for rows in rows_by_node.values() for row in rows)
-    texts, errors = [], _memory_errors(record)
-    for node, rows in rows_by_node.items():
-        worst = _worst(rows, errors.get(node, {}))
-        texts.append((f"{node} {worst['host']}", *cells(worst), *(gpu_cells(worst) if has_gpus else ())))
-    columns = (*COLUMNS, *(GPU_COLUMNS if has_gpus else ()))
-    return NodesHealthTable(columns, tuple(texts), tuple(_charts(rows_by_node)), len(files) - len(rows_by_node))
+    errors = _memory_errors(record)
+    columns, texts = table_of({node: _worst(rows, errors.get(node, {})) for node, rows in rows_by_node.items()})
+    return NodesHealthTable(columns, texts, _charts(rows_by_node), len(files) - len(rows_by_node))
 
 
 def _memory_errors(record: Record) -> dict[int, dict[int, int]]:
@@ -71,11 +67,11 @@ def _worst_gpu(samples: Sequence[GpuRow], errors: int) -> GpuRow:
         "index": samples[0]["index"],
         "slowed_by": sorted({by for each in samples for by in each["slowed_by"]}),
     }
-    if work := [each["utilisation"] for each in samples if "utilisation" in each]:
+    if work := told(samples, "utilisation"):
         worst["utilisation"] = fmean(work)
-    if memory := [each["memory"] for each in samples if "memory" in each]:
+    if memory := told(samples, "memory"):
         worst["memory"] = max(memory)
-    if heat := [each["temperature"] for each in samples if "temperature" in each]:
+    if heat := told(samples, "temperature"):
         worst["temperature"] = max(heat)
     counted = [each["ecc_errors"] for each in samples if "ecc_errors" in each]
     if counted or errors:
@@ -126,7 +122,7 @@ def _charts(rows_by_node: Mapping[int, Sequence[HealthRow]]) -> list[Chart]:
 
 
 def _gpu_work(row: HealthRow) -> float:
-    work = [gpu["utilisation"] for gpu in row["gpus"] if "utilisation" in gpu]
+    work = told(row["gpus"], "utilisation")
     return fmean(work) if work else float("nan")
 
 
