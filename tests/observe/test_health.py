@@ -527,8 +527,9 @@ def test_a_run_records_its_nodes_and_warns_of_a_process_that_grows_beyond_its_bo
     assert len(rows) >= 3
     assert all(map(is_health, rows))
     assert [path.name for path in run.folder.glob("health/node_*.jsonl")] != []
-    assert rows[-1]["resident"].keys() == {"0", "1"}
-    assert min(rows[-1]["resident"].values()) > 1e8  # torch alone is larger
+    resident = rows[len(rows) // 2]["resident"]  # in the last sample a process may be ending, and have freed its memory
+    assert resident.keys() == {"0", "1"}
+    assert min(resident.values()) > 1e8  # torch alone is larger
     assert any(0 < each["cpu"] <= 1 and each["cpu_of_others"] < each["cpu"] for each in rows)
     found = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
     assert {(each["what"], each["rank"], each["limit"]) for each in found if each["event"] == "node_alert"} == {
