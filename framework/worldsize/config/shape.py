@@ -7,7 +7,7 @@ from typing import Any
 
 from worldsize.core import Autoscaler, Cluster, LaunchMethod, Numerics, Role, Strategy
 from worldsize.errors import ConfigError
-from worldsize.world.roles import heals
+from worldsize.world.roles import block_of, heals
 
 
 def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def check_autoscale(policy: Autoscaler, roles: Mapping[str, Role], cluster: Clus
         )
     if (most := policy.max_processes) is None:
         return
-    block = max(role.block for role in roles.values())
+    block = block_of(roles)
     if most > logical_ranks * block:
         raise ConfigError(
             f"autoscale.max_processes={most}: the run has {logical_ranks} logical ranks, of which "

@@ -18,6 +18,7 @@ from worldsize.records.run_directory import RunDirectory
 from worldsize.world.fork import ready_to_fork
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
+from worldsize.world.roles import block_of
 
 _logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def _body(plan: Plan, parent: int) -> None:
 def ask(policy: Autoscaler, plan: Plan, seconds: float) -> str:
     """Ask the policy once, ``seconds`` after the attempt began, and request what it wants; return what went wrong."""
     sign = RunDirectory(plan.run_dir).control
-    block = max(role.block for role in plan.roles.values())
+    block = block_of(plan.roles)
     least = -(-(plan.cluster.min_processes or 1) // block) * block
     least, most = bounds_of(policy, least=least, most=plan.logical_ranks * block)
     try:

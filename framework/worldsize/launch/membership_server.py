@@ -12,7 +12,7 @@ from worldsize.launch.members import Member, Members
 from worldsize.launch.remote import RemoteHosts
 from worldsize.launch.roster import Roster
 from worldsize.world.membership import Message, Pipe, receive, send
-from worldsize.world.roles import role_of, role_ranks
+from worldsize.world.roles import block_of, role_of, role_ranks
 
 _logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class MembershipServer:
         spares: int = 0,
         others: RemoteHosts | None = None,
     ) -> None:
-        self._block = max(role.block for role in members.roles.values())
+        self._block = block_of(members.roles)
         self._members, self._most, self._others = members, most * self._block, others
         ranks = [self._rank(member) for member in members.current]
         self._roster = Roster(tuple(ranks[: len(ranks) - spares]), self._tell, patience, self._block)

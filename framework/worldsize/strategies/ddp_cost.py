@@ -76,7 +76,7 @@ class _Sums:
     def sent_bytes(self) -> tuple[float, float]:
         """Return the bytes that a rank sends in a step, and those that leave its node."""
         payload, cluster = self.payload_bytes, self.cluster
-        if self._is_by_node:
+        if is_by_node(self.cluster, self.reduce):
             return by_node_bytes(payload, cluster, smaller=self._factor)
         if self._is_small:
             sent = (cluster.processes - 1) * payload
@@ -86,7 +86,7 @@ class _Sums:
 
     def seconds(self, payload_bytes: float) -> float:
         """Return the seconds to sum ``payload_bytes``, of a bucket or of all gradients."""
-        if self._is_by_node:
+        if is_by_node(self.cluster, self.reduce):
             return by_node_seconds(payload_bytes, self.cluster, smaller=self._factor)
         if self._is_small:
             return all_gather_all_seconds(payload_bytes * self.cluster.processes, self.cluster)
@@ -113,11 +113,7 @@ class _Sums:
         return self.reduce == "ordered" or self.compress in SIZES
 
     @property
-    def _is_by_node(self) -> bool:
-        return is_by_node(self.cluster, self.reduce)
-
-    @property
     def _is_small(self) -> bool:
-        plain = not self._is_by_node and not self._is_exchanged and self.compress == "none"
+        plain = not is_by_node(self.cluster, self.reduce) and not self._is_exchanged and self.compress == "none"
         on_cpu = self.cluster.device == "cpu"
         return plain and on_cpu and self.cluster.processes * self.payload_bytes <= LARGEST

@@ -21,6 +21,11 @@ def heals(roles: Mapping[str, Role]) -> bool:
     return any(role.restart == "heal" for role in roles.values())
 
 
+def block_of(roles: Mapping[str, Role]) -> int:
+    """Return how many processes train one part of the data together; those of a gang that heals come in such blocks."""
+    return max(role.block for role in roles.values())
+
+
 def role_of(global_rank: int, roles: Mapping[str, Role]) -> tuple[str, int]:
     """Return the role of a process and its rank in that role.
 

@@ -111,8 +111,8 @@ class TreeSums(StageSums):
         self._step, self._counters = None, []  # releases gradients
 
     def forwarded(self, place: int) -> None:
-        if self._step is not None:  # else torch only infers shapes
-            self._step.add(self._order[place])
+        assert self._step is not None
+        self._step.add(self._order[place])
 
     def backwarded(self) -> None:
         self._taken += 1
