@@ -160,21 +160,10 @@ def by_fabric(recipe: RandomTokens, device: torch.device, numerics: Numerics) ->
 
     fabric = Fabric(accelerator=device.type, devices=1, precision="bf16-mixed")
     fabric.launch()
-    network = recipe.model()
-    optimizer = recipe.optimizer(network)
-    called: Any = torch.compile(network) if numerics.compile else network
-    model, optimizer = fabric.setup(called, optimizer)
-    batches = endless(fabric.setup_dataloaders(loader(recipe, device)))
-
-    def step() -> float:
-        loss = recipe.loss(model, next(batches))
-        optimizer.zero_grad()
-        fabric.backward(loss)
-        optimizer.step()
-        return float(loss.detach())
-
-    while True:
-        yield step
+    network, optimizer = made(recipe, numerics)
+    model, optimizer = fabric.setup(network, optimizer)
+    batches = fabric.setup_dataloaders(loader(recipe, device))
+    return steps(lambda batch: recipe.loss(model, batch), optimizer, batches, fabric.backward)
 
 
 def by_accelerate(recipe: RandomTokens, device: torch.device, numerics: Numerics) -> Iterator[Step]:
@@ -182,17 +171,32 @@ def by_accelerate(recipe: RandomTokens, device: torch.device, numerics: Numerics
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu")
+    network, optimizer = made(recipe, numerics)
+    model, optimizer, batches = accelerator.prepare(network, optimizer, loader(recipe, device))
+
+    def loss_of(batch: Any) -> Tensor:
+        with accelerator.autocast():
+            return recipe.loss(model, batch)
+
+    return steps(loss_of, optimizer, batches, accelerator.backward)
+
+
+def made(recipe: RandomTokens, numerics: Numerics) -> tuple[Any, Optimizer]:
+    """Make the model, compiled if that is wanted, and its optimizer."""
     network = recipe.model()
-    optimizer = recipe.optimizer(network)
-    called: Any = torch.compile(network) if numerics.compile else network
-    model, optimizer, data = accelerator.prepare(called, optimizer, loader(recipe, device))
-    batches = endless(data)
+    return torch.compile(network) if numerics.compile else network, recipe.optimizer(network)
+
+
+def steps(
+    loss_of: Callable[[Any], Tensor], optimizer: Any, batches: Iterable[Any], backward: Callable[[Tensor], Any]
+) -> Iterator[Step]:
+    """Yield the steps of a loop as the documentation of both peers shows it; each returns its loss."""
+    endless_batches = endless(batches)
 
     def step() -> float:
-        with accelerator.autocast():
-            loss = recipe.loss(model, next(batches))
+        loss = loss_of(next(endless_batches))
         optimizer.zero_grad()
-        accelerator.backward(loss)
+        backward(loss)
         optimizer.step()
         return float(loss.detach())
 
