@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
+from tests.clusters.doctor_job import DoctorJob
 from tests.clusters.witness import witness
 
 VERSIONS = ("1.28", "1.31", "1.34")
@@ -206,29 +206,12 @@ def test_doctor_reads_the_report_in_the_log_of_the_pods(
     kubectl.chmod(0o755)
     own = (f"launcher.kubectl=[{kubectl}]", f"launcher.python={warm_python}", f"cluster.run_root={tmp_path}/pods")
     volume = f"cluster.volumes=[{{claim: shared, path: {tmp_path}/pods}}]"
-    links, report = "cluster.links.network={bandwidth: 1e6, latency: 1e-4}", tmp_path / "report.json"
-    words = (*BASE, *VOLUME, *SHAPES["ddp"], *own, volume, links, "cluster.kind=job")
-    doctor = subprocess.Popen(
-        [str(warm_python), "-m", "worldsize", "doctor", "--patience=100", "--json", str(report), *words],
-        cwd=tmp_path,
-        env=environment_without_wandb,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    words = (*BASE, *VOLUME, *SHAPES["ddp"], *own, volume, "cluster.kind=job")
+    doctor = DoctorJob(
+        words, python=warm_python, folder=tmp_path, environment=environment_without_wandb, submitted=applied
     )
-    deadline = time.monotonic() + 200
-    while not applied.exists():
-        assert doctor.poll() is None, doctor.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
     documents = {document["kind"]: document for document in yaml.safe_load_all(applied.read_text())}
     pods, outputs = ended_pods(documents, tmp_path, environment_without_wandb)
     assert [pod.returncode for pod in pods] == [0, 0], outputs
     lines = [f"[pod/{number}/worldsize] {line}\n" for number, text in enumerate(outputs) for line in text.splitlines()]
-    (tmp_path / "draft").write_text("".join(lines))
-    (tmp_path / "draft").rename(log)
-    output, _ = doctor.communicate(timeout=100)
-    assert doctor.returncode == 0, output
-    assert "4 ranks agree" in output
-    (left,) = (tmp_path / "pods").rglob("report.json")
-    assert json.loads(left.read_text())["checks"] == json.loads(report.read_text())["checks"]
+    doctor.check(log, "".join(lines), tmp_path / "pods")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.clusters.doctor_job import DoctorJob
 from worldsize.testing.hosts import Hosts
 
 DIGITS = ("recipe=digits", "reproducibility=elastic", "cluster.threads=1", "logger=none", "log_every=1")
@@ -185,32 +186,20 @@ def test_doctor_reads_the_report_in_the_log_of_the_task(
     sky.write_text(SKY.format(here=tmp_path))
     sky.chmod(0o755)
     options = (f"cluster.mount={bucket}", f"cluster.python={warm_python}", "cluster.processes_per_node=2")
-    links, report = "cluster.links.network={bandwidth: 1e6, latency: 1e-4}", tmp_path / "report.json"
-    words = (*DIGITS[:3], *SPOT, *options, links, f"launcher.sky=[{sky}]")
-    doctor = subprocess.Popen(
-        [str(warm_python), "-m", "worldsize", "doctor", "--patience=100", "--json", str(report), *words],
-        cwd=tmp_path,
-        env=environment_without_wandb,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    submitted = tmp_path / "task"
+    doctor = DoctorJob(
+        (*DIGITS[:3], *SPOT, *options, f"launcher.sky=[{sky}]"),
+        python=warm_python,
+        folder=tmp_path,
+        environment=environment_without_wandb,
+        submitted=submitted,
     )
-    deadline = time.monotonic() + 200
-    while not (tmp_path / "task").exists():
-        assert doctor.poll() is None, doctor.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    task = yaml.safe_load((tmp_path / "task").read_text())
+    task = yaml.safe_load(submitted.read_text())
     shutil.copytree(task["file_mounts"]["~/worldsize_run"], home / "worldsize_run")
     nodes = Cluster(hosts, task, home, environment_without_wandb)
     assert nodes.end() == [0, 0], nodes.output
-    (tmp_path / "draft").write_text("".join(f"(worldsize, pid=7) {each}\n" for each in nodes.output[0].splitlines()))
-    (tmp_path / "draft").rename(tmp_path / "log")
-    output, _ = doctor.communicate(timeout=100)
-    assert doctor.returncode == 0, output
-    assert "4 ranks agree" in output
-    (left,) = bucket.rglob("report.json")
-    assert json.loads(left.read_text())["checks"] == json.loads(report.read_text())["checks"]
+    lines = [f"(worldsize, pid=7) {each}\n" for each in nodes.output[0].splitlines()]
+    doctor.check(tmp_path / "log", "".join(lines), bucket)
 
 
 @pytest.mark.parametrize(
