@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore
 
+from tests.strategies.memberships import worlds_in
 from tests.strategies.test_sharded_accumulation import batch
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import Cluster, Numerics, Replica, RunContext, Strategy, World
@@ -22,7 +20,6 @@ from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.world.world import regrouped
 
 
 @dataclass(frozen=True)
@@ -62,15 +59,8 @@ def trained_in_each(folder: Path, strategy: Mesh, memberships: Memberships) -> l
 
     def body(world: World) -> list[tuple[str, list[float]]]:
         results = []
-        for number, members in enumerate(memberships):
-            if world.global_rank not in members:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-                continue
-            store = FileStore(str(folder / str(number)), len(members))
-            store.set_timeout(timedelta(seconds=60))
-            world = regrouped(world, members, CLUSTER, store)
-            results.append(trained(strategy, world))
+        for place in worlds_in(memberships, world, CLUSTER, folder):
+            results.append(trained(strategy, place))
             gc.collect()
         return results
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.tensor import DTensor
 
+from tests.strategies.memberships import worlds_in
 from tests.strategies.test_sharded_accumulation import batch
 from worldsize.core import Cluster, Reduction, RunContext, World
 from worldsize.strategies.fsdp import FSDP
@@ -19,7 +18,6 @@ from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 from worldsize.world.connections import Connections, _sockets
-from worldsize.world.world import regrouped
 
 CLUSTER = Cluster("test", 1, 4, "cpu", "gloo", timeout=60.0)
 MEMBERSHIPS = ((0, 1, 2, 3), (0, 2, 3), (0, 2, 3, 1), (3, 1, 2, 0))
@@ -58,15 +56,8 @@ def test_shards_train_alike_in_each_membership(
 
     def body(world: World) -> tuple[list[tuple[list[float], int]], list[int]]:
         results, sockets = [], []
-        for number, members in enumerate(MEMBERSHIPS):
-            if world.global_rank not in members:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-                continue
-            store = FileStore(str(tmp_path / str(number)), len(members))
-            store.set_timeout(timedelta(seconds=60))
-            world = regrouped(world, members, CLUSTER, store)
-            results.append(trained(world, strategy))
+        for place in worlds_in(MEMBERSHIPS, world, CLUSTER, tmp_path):
+            results.append(trained(place, strategy))
             gc.collect()
             sockets.append(len(_sockets()))
         return results, sockets
