@@ -133,7 +133,8 @@ class _Reading:
         self._divided = total > 1 and _num_shards(dataset) >= total
         # one reader would do without shard(), but after a resume some begin again where it was and not at the start
         parts = {str(rank): (total, rank) for rank in order.mine} if self._divided else {_WHOLE: (1, 0)}
-        self._readers = {name: EndlessReader(partial(self._pass, *part)) for name, part in parts.items()}
+        begin = partial(_pass, dataset, order.seed)  # no method: the workers of a stream in a cycle would end late
+        self._readers = {name: EndlessReader(partial(begin, *part)) for name, part in parts.items()}
 
     def begin(self, first: int, checkpoint: Checkpoint | None) -> _Beginning:
         """Read from ``checkpoint`` how to begin so that step ``first + 1`` is the next one."""
@@ -174,13 +175,6 @@ class _Reading:
     def states(self) -> States:
         """Return the states of all readers as they are now, if they have any."""
         return {name: reader.state() for name, reader in self._readers.items() if reader.has_state}
-
-    def _pass(self, count: int, index: int, number: int) -> Iterable[Any]:
-        """Return part ``index`` of ``count`` for pass ``number``, whose order it may draw when its iteration begins."""
-        seed_generators(stream(self._order.seed, "pass", number, index), _CPU)
-        if isinstance(self._dataset, ShardedStream) and _num_shards(self._dataset):
-            return self._dataset.shard(num_shards=count, index=index)
-        return self._dataset
 
     def _batches(self, step: int) -> list[Batch]:
         order = self._order
@@ -249,6 +243,14 @@ class _Reading:
                 order.logical_ranks,
                 order.logical_ranks,
             )
+
+
+def _pass(dataset: Iterable[Any], seed: int, count: int, index: int, number: int) -> Iterable[Any]:
+    """Return part ``index`` of ``count`` for pass ``number``, whose order it may draw when its iteration begins."""
+    seed_generators(stream(seed, "pass", number, index), _CPU)
+    if isinstance(dataset, ShardedStream) and _num_shards(dataset):
+        return dataset.shard(num_shards=count, index=index)
+    return dataset
 
 
 def _num_shards(dataset: Iterable[Any]) -> int:
