@@ -198,18 +198,20 @@ def step_seconds(arguments: list[str]) -> float:
 
 def intervals(times: int, chance: random.Random) -> None:
     """Let runs with different intervals of saves meet the same kills, one in 5 s on average, and compare them."""
-    choices = ["auto", "10", "40", "160"]
-    ends: dict[str, list[tuple[float, float, int]]] = {choice: [] for choice in choices}
+    declared = f"cluster.mtbf_hours={5 / 3600:.6f}"  # otherwise it learns from the first failures how often they come
+    choices = {"auto": ["checkpoint.every=auto"], "auto, rate declared": ["checkpoint.every=auto", declared]}
+    fixed = {every: [f"checkpoint.every={every}"] for every in ("10", "40", "160")}
+    ends: dict[str, list[tuple[float, float, int]]] = {choice: [] for choice in (*choices, *fixed)}
     for _ in range(times):
         pauses = [chance.expovariate(1 / 5) for _ in range(100)]
-        for choice in choices:
-            ends[choice].append(under_kills(choice, pauses))
+        for choice, own in {**choices, **fixed}.items():
+            ends[choice].append(under_kills(own, pauses))
             seconds, goodput, kills = ends[choice][-1]
-            print(f"every {choice}: {seconds:.1f} s, goodput {goodput:.3f}, {kills} kills", file=sys.stderr, flush=True)
-    best = min(sum(each[0] for each in ends[choice]) for choice in choices[1:])
-    for choice in choices:
-        seconds, goodput, kills = (statistics.mean(values) for values in zip(*ends[choice], strict=True))
-        print(f"checkpoint.every={choice}: {seconds:.1f} s a run, {seconds * times / best:.3f} x the best fixed; "
+            print(f"{choice}: {seconds:.1f} s, goodput {goodput:.3f}, {kills} kills", file=sys.stderr, flush=True)
+    best = min(sum(each[0] for each in ends[choice]) for choice in fixed)
+    for choice, each in ends.items():
+        seconds, goodput, kills = (statistics.mean(values) for values in zip(*each, strict=True))
+        print(f"every {choice}: {seconds:.1f} s a run, {seconds * times / best:.3f} x the best fixed; "
               f"goodput {goodput:.3f}, {kills:.1f} kills")  # fmt: skip
 
 
@@ -230,13 +232,13 @@ def simulated(times: int, chance: random.Random) -> None:
               f"ratio {auto / fixed[every]:.4f}, worst fixed {min(fixed.values()):.4f}")  # fmt: skip
 
 
-def under_kills(every: str, pauses: list[float]) -> tuple[float, float, int]:
+def under_kills(chosen: list[str], pauses: list[float]) -> tuple[float, float, int]:
     """Train a run that is killed ``pauses`` after it has begun again; return its seconds, its goodput, and the kills.
 
     A run that fails twice in a row at one step ends, as it should: a kill waits until the run is past the last one's.
     """
-    own = ["recipe=digits", "recipe.width=32", "steps=600", "cluster.processes=2", "cluster.threads=1"]
-    options_ = [*own, "logger=none", "log_every=1", f"checkpoint.every={every}", "launcher.max_restarts=1000"]
+    own = ["recipe=digits", "recipe.width=32", "steps=4000", "cluster.processes=2", "cluster.threads=1"]
+    options_ = [*own, "logger=none", "log_every=1", "launcher.max_restarts=1000", *chosen]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         process = start(folder, "train", *options_)
@@ -250,7 +252,7 @@ def under_kills(every: str, pauses: list[float]) -> tuple[float, float, int]:
                 os.kill(alive[0], signal.SIGKILL)
                 wait_for_others(process, alive)
         if code := process.wait():
-            sys.exit(f"checkpoint.every={every}: the run ended with exit code {code} after {kills} kills")
+            sys.exit(f"{' '.join(chosen)}: the run ended with exit code {code} after {kills} kills")
         return time.perf_counter() - begun, float(result(folder)["goodput"]["fraction"]), kills
 
 
