@@ -32,7 +32,7 @@ from transformers import (
 
 from worldsize.core import Recipe, RunContext, Strategy, World
 from worldsize.engine.initial_weights import built_empty, tied_names
-from worldsize.strategies.deferred.model import DeferredModel
+from worldsize.strategies.deferred.model import DeferredModel, state_follows
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.worlds import run_in_worlds
@@ -400,13 +400,8 @@ def deferred(make: Callable[[], nn.Module]) -> nn.Module:
     return described.model
 
 
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_its_tensors_are_those_of_a_model_made_at_once(
-    make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
-) -> None:
-    (whole, then), (model, now) = seeded(make), seeded(lambda: deferred(make))
-    assert caplog.records == []
-    assert now == then
+def compared(whole: nn.Module, model: nn.Module) -> list[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
+    """Compare all tensors of two models, and return them in pairs."""
     pairs = list(zip(tensors(whole), tensors(model), strict=True))
     for (name, expected), (own_name, tensor) in pairs:
         assert own_name == name
@@ -420,11 +415,43 @@ def test_its_tensors_are_those_of_a_model_made_at_once(
         if expected.layout is torch.strided:
             assert tensor.stride() == expected.stride()
         assert torch.equal(tensor.to_dense(), expected.to_dense()), name
+    return pairs
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_its_tensors_are_those_of_a_model_made_at_once(
+    make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    (whole, then), (model, now) = seeded(make), seeded(lambda: deferred(make))
+    assert caplog.records == []
+    assert now == then
+    pairs = compared(whole, model)
     ties = [[id(tensor) for _, tensor in side] for side in zip(*pairs, strict=True)]
     assert [ids.index(each) for ids in ties[:1] for each in ids] == [
         ids.index(each) for ids in ties[1:] for each in ids
     ]
     assert getattr(model, "scale", None) == getattr(whole, "scale", None)
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_a_model_has_all_its_values_once_the_state_is_loaded_that_follows(make: Callable[[], nn.Module]) -> None:
+    def followed() -> nn.Module:
+        with state_follows():
+            return deferred(make)
+
+    (whole, _), (model, _) = seeded(make), seeded(followed)
+    model.load_state_dict(whole.state_dict())
+    compared(whole, model)
+
+
+def test_nothing_is_drawn_for_a_model_whose_state_follows() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with state_follows():
+        described = DeferredModel.build(lambda: nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)))
+        described.fill(HOST)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(parameter.is_meta for parameter in described.model.parameters())
 
 
 class Collector(nn.Module):

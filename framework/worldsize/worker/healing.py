@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -23,6 +24,7 @@ from worldsize.core import Event, Listener, MembershipChanged, Replica, StepDone
 from worldsize.engine.before_update import BeforeUpdate
 from worldsize.engine.fit import TrainingProgress
 from worldsize.records.run_directory import RunDirectory
+from worldsize.strategies.deferred.model import state_follows
 from worldsize.worker.carried import Carried
 from worldsize.worker.listeners import global_listeners
 from worldsize.worker.shard_recovery import ShardRecovery
@@ -135,7 +137,8 @@ class HealingMember:
         if self._shards is None:
             return self._with_newest_state(make_replica(), world, membership, carried)
         self._agree_on_log(world, carried)
-        return self._shards.recover(make_replica, world, membership.number, self._settings.loop)
+        with nullcontext() if membership.source is None else state_follows():
+            return self._shards.recover(make_replica, world, membership.number, self._settings.loop)
 
     def _tell(self, event: Event) -> None:
         for listener in self._listeners:

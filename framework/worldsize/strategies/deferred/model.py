@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -104,7 +104,8 @@ class DeferredModel:
         """Make the tensors one by one on the host; this process keeps its own part of each on ``device``.
 
         Afterwards the random generators have the states that making the whole model would leave, whatever has been
-        drawn since it was built. Within :func:`filled_with` the tensors have no values.
+        drawn since it was built. Within :func:`filled_with` the tensors have no values, and within
+        :func:`state_follows` those of the model's state have arbitrary ones, and nothing is drawn for them.
 
         Args:
             device: Device of the tensors.
@@ -113,23 +114,50 @@ class DeferredModel:
         """
         self.begin.restore()
         devices = Devices(full=device, shards=shards or device)
+        fakes, follow = _fakes.get(), _saved(self.model) if _follows.get() else set[int]()
         places: dict[Deferred, list[Slot]] = {}
+        scratch: dict[Deferred, list[Slot]] = {}
         for slot, described in self.tensors.items():
             if slot.tensor.is_meta and holds(slot):
-                places.setdefault(described, []).append(slot)
-        fakes = _fakes.get()
+                chosen = scratch if id(slot.tensor) in follow else places
+                chosen.setdefault(described, []).append(slot)
         for described in self.tape.in_order(places):
             value = self.tape.value(described) if fakes is None else _without_numbers(described, fakes)
-            by_tensor: dict[int, list[Slot]] = {}  # a tied parameter has several places
-            for slot in places[described]:
-                by_tensor.setdefault(id(slot.tensor), []).append(slot)
-            for slots in by_tensor.values():
-                devices.put(value, slots)
-        if fakes is None:
+            _put(value, places[described], devices)
+        for described, slots in scratch.items():
+            _put(described.scratch(), slots, devices)
+        if fakes is None and not follow:
             self.tape.draw_all()
 
 
+def _put(value: Tensor, slots: Sequence[Slot], devices: Devices) -> None:
+    by_tensor: dict[int, list[Slot]] = {}  # a tied parameter has several places
+    for slot in slots:
+        by_tensor.setdefault(id(slot.tensor), []).append(slot)
+    for same in by_tensor.values():
+        devices.put(value, same)
+
+
+def _saved(model: nn.Module) -> set[int]:
+    """Return the ids of the tensors of ``model`` that its state has as they are."""
+    return {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+
+
+_follows: ContextVar[bool] = ContextVar("_follows", default=False)
 _fakes: ContextVar[FakeTensorMode | None] = ContextVar("_fakes", default=None)
+
+
+@contextmanager
+def state_follows() -> Iterator[None]:
+    """Make no weights within the context, for models whose state is loaded before anything else is done with them.
+
+    Drawing those of a model of 70 B parameters would take every process minutes.
+    """
+    token = _follows.set(True)
+    try:
+        yield
+    finally:
+        _follows.reset(token)
 
 
 @contextmanager
