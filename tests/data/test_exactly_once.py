@@ -103,8 +103,16 @@ def seen(folder: Path) -> dict[int, list[int]]:
     }
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("name", [*FORMATS, *TOKENS, "mixture"])
+IN_THE_GATE = ("json_lines", "parquet", "webdataset", "packed", "mixture")  # each reads and resumes in its own way
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.heavy if name in IN_THE_GATE else pytest.mark.slow)
+        for name in (*FORMATS, *TOKENS, "mixture")
+    ],
+)
 def test_every_sample_is_seen_once_an_epoch_over_kills_resumes_and_other_world_sizes(
     name: str, train: Any, command: Any, environment_without_wandb: dict[str, str], tmp_path: Path
 ) -> None:

@@ -85,7 +85,7 @@ def test_ranks_train_to_the_losses_and_weights_of_the_trainer(program: None, str
 
 def test_elastic_runs_end_with_the_same_bits_at_every_world_size(program: None, train: Any) -> None:
     digests = set()
-    for strategy, processes in (("ddp", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 4)):
+    for strategy, processes in (("ddp", 1), ("fsdp", 2), ("ddp", 4)):
         run = train(*OPTIONS, "reproducibility=elastic", f"strategy={strategy}", f"cluster.processes={processes}")
         assert run.code == 0, run.error
         digests.add(run.json("result.json")["state_digest"])
