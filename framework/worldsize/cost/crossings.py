@@ -33,5 +33,5 @@ def crossings_text(cluster: Cluster, groups: Groups) -> str:
 
 def _place(cluster: Cluster, tier: str) -> str:
     if tier == "network":
-        return f"across {next(reversed(cluster.tiers), 'node')}s"
+        return f"across {['node', *cluster.tiers][-1]}s"
     return f"within a {tier}"
