@@ -40,8 +40,8 @@ class MeshGroups:
         """Make the mesh of all ranks."""
         number = str(next(_MESHES)) if self.interruptible else ""
         names = tuple(f"{axis}{number}" for axis in AXES)
-        ps, ds, ts = map(range, self.layout.sizes)
-        ranks_pdt = [[[self.layout.rank(p, d, t) for t in ts] for d in ds] for p in ps]
+        strides = [self.layout.strides[axis] for axis in AXES]
+        ranks_pdt = torch.arange(self.layout.size, device="cpu").as_strided(self.layout.sizes, strides)
         with self.context.making_groups():
             mesh = DeviceMesh(self.context.world.device.type, ranks_pdt, mesh_dim_names=names)
         for axis in AXES:
