@@ -14,9 +14,12 @@ import pytest
 
 from tests.strategies.test_memberships_of_meshes import trained
 from tests.strategies.test_mesh import Losses, built, loaded, reference, save, steps
+from worldsize.config.compose import compose_only
+from worldsize.config.composed import settings_of
 from worldsize.core import Cluster, ConfigError, Link, Strategy, Workload, World
 from worldsize.cost.cluster import levels, spanned
 from worldsize.cost.crossings import axis_tiers, crossings_text
+from worldsize.driver.execute import _show
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.mesh.layout import ORDER, Layout
 from worldsize.strategies.mesh.strategy import Mesh
@@ -52,6 +55,7 @@ def test_ranks_are_counted_along_the_axes_from_the_innermost_to_the_outermost(or
             {"order": ["tensor", "data"]},
             r"once each, the innermost first. Set strategy.order=\[tensor, data, pipeline\]",
         ),
+        ({"order": [1, 2, 3]}, r"\[1, 2, 3\] must have .* Set strategy.order=\[tensor, data, pipeline\]"),
         ({"order": ["data", "data", "tensor"]}, r"Set strategy.order=\[data, tensor, pipeline\]"),
         ({"order": ["tensor", "date", "pipeline"]}, r"strategy.order\[1\]='date' is unknown; did you mean 'data'?"),
         (
@@ -151,9 +155,10 @@ def test_a_line_says_which_tier_each_axis_crosses() -> None:
     assert said(DDP()) == said(inside, replace(cluster, nodes=1, tiers={})) == ""
 
 
-def test_show_says_which_axis_crosses_racks(train: Any) -> None:
-    hosts = ("+cluster=ssh", "cluster.hosts=[a,b,c,d]", "cluster.processes_per_node=2", "+cluster.tiers.rack=2")
-    mesh = ("strategy=mesh", "strategy.tensor=2", "strategy.pipeline=2", f"strategy.order=[{','.join(STAGES_INSIDE)}]")
-    run = train("recipe=stdlib_lm", *hosts, *mesh, "launch=show")
-    assert run.code == 0, run.error
-    assert "# mesh: pipeline within a rack, data across racks, tensor within a node" in run.output
+def test_show_says_which_axis_crosses_racks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = ["+cluster=ssh", "cluster.hosts=[a,b,c,d]", "cluster.processes_per_node=2", "+cluster.tiers.rack=2"]
+    mesh = ["strategy=mesh", "strategy.tensor=2", "strategy.pipeline=2", f"strategy.order=[{','.join(STAGES_INSIDE)}]"]
+    settings = settings_of(compose_only(["recipe=stdlib_lm", *hosts, *mesh]))
+    assert _show(settings, settings.plan(tmp_path)) == 0
+    said = capsys.readouterr().out
+    assert "# mesh: pipeline within a rack, data across racks, tensor within a node\n" in said

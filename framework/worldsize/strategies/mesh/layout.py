@@ -74,10 +74,11 @@ class Layout:
 
 def check_order(order: Sequence[str]) -> None:
     """Raise ConfigError unless ``order`` has each axis once."""
-    if sorted(order) != sorted(ORDER):
+    if sorted(map(str, order)) != sorted(ORDER):
+        known = dict.fromkeys((*(axis for axis in order if axis in ORDER), *ORDER))
         raise ConfigError(
-            f"strategy.order=[{', '.join(order)}] must have tensor, data and pipeline once each, the innermost first. "
-            f"Set strategy.order=[{', '.join(dict.fromkeys((*order, *ORDER)))}], say."
+            f"strategy.order=[{', '.join(map(str, order))}] must have tensor, data and pipeline once each, the "
+            f"innermost first. Set strategy.order=[{', '.join(known)}], say."
         )
 
 
