@@ -1,4 +1,4 @@
-"""Hosts in two racks are ordered by the switches above them, and an elastic run does not depend on that."""
+"""Hosts in two racks are ordered by the switches above them, and doctor tells links inside from those between."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from worldsize.planning.predictor import links_of
 from worldsize.testing.hosts import Hosts, missing, running
 
 REPOSITORY = Path(__file__).parents[2]
@@ -56,3 +57,39 @@ def test_an_elastic_run_on_two_racks_has_the_digest_of_one_process_whatever_the_
     by_tier, hosts = trained(racks, tmp_path / "tiers", *where, switches, "strategy.reduce=hierarchical")
     assert hosts == ["h1", "h2", "h3", "h4"]
     assert by_tier != expected  # without elastic the order of sums is another one
+
+
+def test_doctor_tells_the_links_of_a_rack_from_the_uplink_that_its_hosts_share(
+    racks: Hosts, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path
+) -> None:
+    """A host has 320 Mbit/s (40 MB/s), a rack's uplink 40 Mbit/s (5 MB/s); short bursts pass a bound."""
+    (tmp_path / "topology.conf").write_text(TOPOLOGY)
+    (tmp_path / "runs").mkdir()
+    racks.shape("320mbit")
+    racks.shape_uplinks("40mbit")
+    own = (f"cluster.ssh=[{','.join(racks.ssh)}]", f"cluster.python={warm_python}", "cluster.folder=null")
+    where = ("+cluster=ssh", "cluster.hosts=[h1,h3,h2,h4]", f"cluster.topology={tmp_path}/topology.conf")
+    declared = "cluster.links.network={bandwidth: 20e6, latency: 1e-4}"  # which is not so
+    words = ("recipe=digits", "cluster.threads=1", "cluster.processes_per_node=1", f"run.root={tmp_path}/runs")
+    command = [str(warm_python), "-m", "worldsize", "doctor", "--json", str(tmp_path / "report.json")]
+    done = subprocess.run(
+        racks.on(1, [*command, *words, *where, *own, declared]),
+        cwd=REPOSITORY,
+        env=environment_without_wandb,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    links = links_of(tmp_path / "report.json")
+    assert 0.3 * 40e6 < links["rack"].bandwidth < 1.3 * 40e6
+    assert 0.4 * 5e6 < links["network"].bandwidth < 1.3 * 5e6
+    pairs = {(pair["from"], pair["to"]): pair["bandwidth"] for pair in report["pairs"]}
+    inside, between = [("h1", "h2"), ("h2", "h1"), ("h3", "h4"), ("h4", "h3")], [("h1", "h3"), ("h3", "h1")]
+    assert sorted(pairs) == sorted([*inside, *between])
+    assert all(0.3 * 40e6 < pairs[ends] < 2 * 40e6 for ends in inside)
+    assert all(0.4 * 5e6 < pairs[ends] < 2 * 5e6 for ends in between)
+    (red,) = [check for check in report["checks"] if not check["ok"]]
+    assert (red["check"], red["host"]) == ("network link", "h1, h2, h3, h4"), done.stdout
+    assert "between all groups of 2 hosts, cluster.links.network declares 20 MB/s" in red["detail"]

@@ -72,9 +72,10 @@ def trained_in_each(folder: Path, strategy: Mesh, memberships: Memberships) -> l
     [
         (Mesh(reduce="ordered", tensor=2, on_failure="heal"), PAIRS),
         (Mesh(reduce="ordered", pipeline=2, on_failure="heal"), PAIRS),
+        (Mesh(reduce="ordered", pipeline=2, on_failure="heal", order=["tensor", "pipeline", "data"]), PAIRS),
         (Mesh(reduce="ordered", tensor=2, pipeline=2, on_failure="heal"), ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7))),
     ],
-    ids=["tensor", "pipeline", "both"],
+    ids=["tensor", "pipeline", "pipeline first", "both"],
 )
 def test_meshes_train_alike_in_each_membership(tmp_path: Path, strategy: Mesh, memberships: Memberships) -> None:
     by_rank = trained_in_each(tmp_path, strategy, memberships)

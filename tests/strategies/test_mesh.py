@@ -517,6 +517,9 @@ def test_train_on_eight_processes(train: Any) -> None:
     run = train(*options, *mesh)
     assert run.code == 0, run.error
     assert "Warning" not in run.error + run.output
+    assert run.json("run_manifest.json")["cluster"]["axis_tiers"] == dict.fromkeys(
+        ("pipeline", "data", "tensor"), "node"
+    )
     alone = train(*options, "strategy=single", "cluster.processes=1")
     expected = [step["loss"] for step in alone.steps()]
     assert [step["loss"] for step in run.steps()] == pytest.approx(expected, rel=1e-5)

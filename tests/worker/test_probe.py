@@ -1,4 +1,4 @@
-"""The probe's schedule measures every link once."""
+"""The probe's schedule measures every link once, and each uplink with all hosts of a rack and with one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worldsize.worker.probe import schedule
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 2), (1, 5), (2, 1), (3, 2), (4, 4), (7, 1)])
 @pytest.mark.parametrize("pairs", [False, True])
 def test_every_link_is_measured_once_and_no_rank_is_busy_twice(nodes: int, per_node: int, pairs: bool) -> None:
-    inside, across = (phases for _, phases in schedule(nodes, per_node, pairs=pairs))
+    inside, across = (phases for _, phases in schedule({"node": per_node, "network": nodes * per_node}, pairs=pairs))
     for phases in (inside, across):
         for phase in phases:
             ends = [rank for edge in phase for rank in edge]
@@ -20,3 +20,24 @@ def test_every_link_is_measured_once_and_no_rank_is_busy_twice(nodes: int, per_n
     between = sorted((source // per_node, target // per_node) for phase in across for source, target in phase)
     ahead = range(1, nodes if pairs else min(2, nodes))
     assert between == sorted((n, (n + far) % nodes) for n in range(nodes) for far in ahead for _ in range(per_node))
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_the_links_of_each_tier_are_measured_apart(pairs: bool) -> None:
+    """Three pods of two racks of three nodes of two ranks."""
+    planned = schedule({"node": 2, "rack": 6, "pod": 12, "network": 36}, pairs=pairs)
+    assert [tier for tier, _ in planned] == ["node", "rack", "pod", "one-host pod", "network", "one-host network"]
+    for tier, phases in planned:
+        below, unit = {"node": (1, 2), "rack": (2, 6), "pod": (6, 12), "network": (12, 36)}[tier.split()[-1]]
+        ahead = range(1, unit // below if pairs and tier != "node" else 2)
+        sources = range(36) if tier.split()[0] != "one-host" else [rank for rank in range(36) if rank % below < 2]
+        expected = [
+            (rank, rank // unit * unit + (rank % unit + far * below) % unit) for rank in sources for far in ahead
+        ]
+        assert sorted(edge for phase in phases for edge in phase) == sorted(expected)
+        for phase in phases:
+            ends = [rank for edge in phase for rank in edge]
+            assert len(ends) == len(set(ends))
+            for edge in phase:  # all that share a link with one that sends do so, too
+                home = edge[0] // below * below
+                assert {source for source, _ in phase} >= {*sources} & {*range(home, home + below)}

@@ -28,6 +28,7 @@ from worldsize.core import Cluster
 from worldsize.core.limits import Range
 from worldsize.cost.checkpoints import mtbf_seconds
 from worldsize.cost.collectives import compute_seconds_for
+from worldsize.cost.crossings import crossings_text
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
 from worldsize.messages import CONFIG_ERROR, duration, refuse
 from worldsize.planning.advice import (
@@ -127,7 +128,8 @@ def _show(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str] | N
             curve.add(word, _strategies(reasons, shared, names, [word]), predictor, reasons)
         return _curve(curve, options)
     settings = settings_of(cfg, samples_per_logical_rank=shared)
-    _print(rank_table(settings.cluster, settings.strategy.groups(settings.cluster)))
+    groups = settings.strategy.groups(settings.cluster)
+    _print(rank_table(settings.cluster, groups), crossings_text(settings.cluster, groups))
     cluster = predictor.cluster(settings)
     memory = cluster.device_memory or detected_memory_bytes(cluster)  # before data are loaded
     forecasts, refused = _forecasts(predictor, shared, names)

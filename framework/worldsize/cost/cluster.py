@@ -12,6 +12,7 @@ from worldsize.cost.collectives import (
     all_gather_seconds,
     all_to_all_seconds,
     crowded_seconds,
+    divided,
     message_seconds,
     ring_all_reduce_seconds,
     tiered_all_reduce_seconds,
@@ -47,14 +48,27 @@ def slowest(cluster: Cluster) -> Link:
     return spanned(cluster, cluster.processes)
 
 
-def spanned(cluster: Cluster, ranks: int) -> Link:
-    """Return the link that limits a ring over ``ranks`` that are consecutive, of which each group begins at a multiple.
+def spanned(cluster: Cluster, ranks: int, stride: int = 1) -> Link:
+    """Return the link that limits the rings over ``ranks`` that are ``stride`` apart, all of which are busy at once.
 
-    Inside a node that is the node's; between nodes the slowest of those that an edge of the ring uses.
+    Each ``stride`` rings have consecutive ranks together, which begin at a multiple of their number. Inside a node the
+    link is the node's; between nodes the slowest of those that an edge of a ring uses, whose bandwidth the rings that
+    leave the same node or rack share.
     """
-    # a group reaches beyond a member of a level unless the member holds whole groups
-    used = [level for level in levels(cluster) if level.name != "node" and level.ranks % ranks]
-    return min((link(cluster, level.name) for level in used), key=_bandwidth, default=None) or link(cluster, "node")
+    used = [level for level in levels(cluster) if level.name != "node" and _reach_beyond(level.ranks, ranks, stride)]
+    shares = (divided(link(cluster, level.name), min(stride, level.ranks)) for level in used)
+    return min(shares, key=_bandwidth, default=None) or link(cluster, "node")
+
+
+def leaving(cluster: Cluster, ranks: int, stride: int = 1) -> int:
+    """Return how many of the rings of :func:`spanned` leave a node."""
+    each = cluster.processes_per_node
+    return min(stride, each) if _reach_beyond(each, ranks, stride) else 0
+
+
+def _reach_beyond(unit: int, ranks: int, stride: int) -> bool:
+    """Return whether rings reach beyond a node, or a rack, of ``unit`` ranks: unless it has whole ones."""
+    return ranks > 1 and unit % (ranks * stride) > 0
 
 
 def _bandwidth(link: Link) -> float:

@@ -22,6 +22,7 @@ from worldsize.config.learning_rate import update_text
 from worldsize.config.objective import Trial, is_search, value_of
 from worldsize.config.settings import Settings
 from worldsize.core import AgentLauncher, BatchLauncher, Launcher, Plan
+from worldsize.cost.crossings import crossings_text
 from worldsize.driver.hints import command_line
 from worldsize.driver.record import amend_record, check_same, scrubber_of, with_secrets, write_record
 from worldsize.driver.restarts import run_attempts
@@ -142,7 +143,8 @@ def _show(settings: Settings, plan: Plan) -> int:
         settings.launcher.check(settings.cluster)
     except ConfigError as error:
         _logger.warning("this would be refused here: %s", error)
-    print(f"{settings.launcher.describe(plan)}\n# {update_text(settings)}")  # a comment in scripts and manifests
+    notes = [update_text(settings), crossings_text(plan.cluster, settings.strategy.groups(plan.cluster))]
+    print(settings.launcher.describe(plan), *(f"# {note}" for note in notes if note), sep="\n")  # comments in scripts
     return 0
 
 

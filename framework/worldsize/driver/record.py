@@ -21,6 +21,7 @@ from worldsize.config.compose import additional_folder, choices, task_overrides,
 from worldsize.config.search_path import bundle
 from worldsize.config.settings import Settings
 from worldsize.core import ConfigError, ContainerImage, Launcher, Plan
+from worldsize.cost.crossings import axis_tiers
 from worldsize.data.permutation import ORDER
 from worldsize.engine.initial_weights import InitialWeights
 from worldsize.records.redaction import Scrubber, scrubber, withheld
@@ -130,10 +131,11 @@ def overrides_text(words: Sequence[str], clean: Scrubber) -> str:
 
 def _configured(settings: Settings, plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the facts that follow from the configuration alone."""
+    groups = settings.strategy.groups(plan.cluster)
     return {
         "config": config,
         "config_sha256": _digest(config),
-        "cluster": {**_shape(plan), "groups": settings.strategy.groups(plan.cluster)},
+        "cluster": {**_shape(plan), "groups": groups, "axis_tiers": axis_tiers(plan.cluster, groups)},
         "determinism": _determinism(settings),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from worldsize.core import Cluster, World
 from worldsize.devices import synchronize
 from worldsize.observe.transport import Transport
+from worldsize.planning.doctor.edges import ONE_HOST, units
 from worldsize.planning.doctor.findings import write_facts
 from worldsize.world.environments import Placement
 from worldsize.world.world import device_of
@@ -31,13 +32,15 @@ _REPEATS, _MESSAGES = 3, 50
 
 @dataclass(frozen=True)
 class Effort:
-    """The effort of measuring one edge: largest bytes of a message, and number of messages."""
+    """The effort of measuring one edge: largest bytes of a message, and how many there are."""
 
     largest: int
     repeats: int
+    of_times: Callable[[Sequence[float]], float] = min  # the time that counts
 
 
 _THOROUGH, _SHORT = Effort(1 << 26, _REPEATS), Effort(1 << 23, 1)
+_SHARED = Effort(1 << 26, _REPEATS, statistics.fmean)  # the best of hosts that take turns would be more than they share
 _GATHER_SECONDS, _GATHERS = 0.1, 20  # of a ring
 
 Phases = list[list[tuple[int, int]]]  # edges (from rank, to rank): a rank is in one edge of a phase
@@ -45,7 +48,7 @@ Phases = list[list[tuple[int, int]]]  # edges (from rank, to rank): a rank is in
 
 @dataclass(frozen=True)
 class Edge:
-    """A measured link from rank to rank: the best time of ``size`` bytes, and the median time of a message of eight.
+    """A measured link from rank to rank: the time of ``size`` bytes, and the median time of a message of eight bytes.
 
     On tier "device" it is a copy of ``size`` / 2 bytes, which are read and written.
     """
@@ -66,12 +69,15 @@ def introduce(placement: Placement, cluster: Cluster, findings: Path) -> None:
     )
 
 
-def probe(world: World, placement: Placement, transport: Transport, findings: Path, *, pairs: bool) -> int:
+def probe(
+    world: World, placement: Placement, cluster: Cluster, transport: Transport, findings: Path, *, pairs: bool
+) -> int:
     """Measure together with all other processes; the first writes the result. Return the exit code."""
     who = {**_who(placement), "device": _identity(world.device), "transport": transport, "joined": True}
     write_facts(findings, f"rank_{world.rank:05d}", who)
-    per_node = placement.local_world_size
-    own = [_copies(world), *_measure(world, schedule(world.size // per_node, per_node, pairs=pairs), _THOROUGH)]
+    own = [_copies(world)]
+    for tier, phases in schedule(units(cluster), pairs=pairs):
+        own += _measure(world, tier, phases, _SHARED if tier in _uplinks(cluster.tiers) else _THOROUGH)
     rings = _rings(world)
     edges = _of_all(world, own)
     if world.rank == 0:
@@ -84,7 +90,7 @@ def network_edges(world: World, per_node: int, distance: int) -> list[dict[str, 
 
     This takes a second or two, longer if a link has less than 20 Mbit/s.
     """
-    return _of_all(world, _measure(world, [("network", across(world.size // per_node, per_node, [distance]))], _SHORT))
+    return _of_all(world, _measure(world, "network", across(world.size // per_node, per_node, [distance]), _SHORT))
 
 
 def _of_all(world: World, edges: Sequence[Edge]) -> list[dict[str, Any]]:
@@ -104,28 +110,49 @@ def _identity(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def _measure(world: World, tiers: Sequence[tuple[str, Phases]], effort: Effort) -> list[Edge]:
+def _measure(world: World, tier: str, phases: Phases, effort: Effort) -> list[Edge]:
     edges_measured = []
-    for tier, phases in tiers:
-        for edges in phases:
-            if world.size > 1:
-                dist.barrier()
-            for source, target in edges:
-                if world.rank == source:
-                    edges_measured.append(_sent(world, tier, target, effort))
-                elif world.rank == target:
-                    _echo(world, source, effort.repeats)
+    for edges in phases:
+        if world.size > 1:
+            dist.barrier()
+        for source, target in edges:
+            if world.rank == source:
+                edges_measured.append(_sent(world, tier, target, effort))
+            elif world.rank == target:
+                _echo(world, source, effort.repeats)
     return edges_measured
 
 
-def schedule(nodes: int, per_node: int, *, pairs: bool) -> list[tuple[str, Phases]]:
-    """Plan each tier: a ring of ranks inside the nodes, and a ring of nodes, or all ``pairs`` of nodes."""
-    inner = [(rank, (rank + 1) % per_node) for rank in range(per_node)] if per_node > 1 else []
-    inside = [
-        [(node * per_node + source, node * per_node + target) for node in range(nodes) for source, target in phase]
-        for phase in _phases(inner)
-    ]
-    return [("node", inside), ("network", across(nodes, per_node, range(1, nodes if pairs else min(2, nodes))))]
+def schedule(sizes: Mapping[str, int], *, pairs: bool) -> list[tuple[str, Phases]]:
+    """Plan each tier: a ring of the ranks of each node, then of the nodes of each rack, then of the racks.
+
+    All units of a tier measure at once. Beyond nodes, all ranks of a node or a rack send together; an uplink of several
+    nodes is measured a second time, by the ranks of one of them alone.
+
+    Args:
+        sizes: Ranks of a unit of each tier, the innermost first; the last has all.
+        pairs: Whether to measure, beyond nodes, between every two nodes of a rack, and every two racks.
+    """
+    (node, per_node), *_ = sizes.items()
+    everyone, below, tiers = max(sizes.values()), 1, list[tuple[str, Phases]]()
+    for tier, unit in sizes.items():
+        members = unit // below
+        far = range(1, members if pairs and tier != node else min(2, members))
+        phases = [
+            [(first + source, first + target) for first in range(0, everyone, unit) for source, target in phase]
+            for phase in across(members, below, far)
+        ]
+        tiers.append((tier, phases))
+        if below > per_node:
+            alone = [[edge for edge in phase if edge[0] % below < per_node] for phase in phases]
+            tiers.append((ONE_HOST + tier, alone))
+        below = unit
+    return tiers
+
+
+def _uplinks(tiers: Mapping[str, int]) -> list[str]:
+    """Return the tiers whose links several nodes share, of those between a node and the network."""
+    return [*tiers, "network"][1:]
 
 
 def across(nodes: int, per_node: int, distances: Iterable[int]) -> Phases:
@@ -177,7 +204,7 @@ def _sent(world: World, tier: str, target: int, effort: Effort) -> Edge:
     size = int(min(max(_SECONDS * _FIRST / first, _FIRST), effort.largest))
     send(few.fill_(size))
     payload = torch.zeros(size, dtype=torch.uint8, device=world.device)
-    seconds = min(_timed(world, lambda: send(payload)) for _ in range(effort.repeats)) - latency
+    seconds = effort.of_times([_timed(world, lambda: send(payload)) for _ in range(effort.repeats)]) - latency
     return Edge(tier, world.rank, target, size, seconds, latency)
 
 
@@ -197,23 +224,35 @@ def _echo(world: World, source: int, repeats: int) -> None:
 
 
 def _rings(world: World) -> dict[str, dict[str, float]]:
-    """Measure, by tier, the bandwidth of a ring while all rings of the tier are busy.
+    """Measure, by tier, the bandwidth of a link while all rings of the tier are busy.
 
-    The tiers are the rings inside the nodes, and one ring over all ranks, of which one edge leaves each node. The
-    figures are named like the fields of a Link; the latency is not among them.
+    The tiers are the rings inside the nodes, and one ring over all ranks, of which one edge leaves each node. If there
+    are tiers in between, they are the rings of each tier, which share the links of the nodes or racks that they join.
+    The figures are named like the fields of a Link; the latency is not among them.
     """
     everyone, inside = world.groups.get("all"), world.groups.get("node")
-    rings = {"node": everyone} if inside is None else {"node": inside, "network": everyone}
-    rates = {tier: _ring(world, ring) for tier, ring in rings.items() if ring is not None and ring.size() > 1}
-    if everyone is not None and inside is not None:
-        rates["network"]["incast"] = _incast(world, everyone, inside.size(), rates["network"]["bandwidth"])
+    if everyone is None:
+        return {}
+    between = {name.partition("/")[2]: group for name, group in world.groups.items() if name.startswith("tier/")}
+    rings = {"node": everyone} if inside is None else {"node": inside, **(between or {"network": everyone})}
+    rates, ranks = dict[str, dict[str, float]](), 1
+    for tier, ring in rings.items():
+        if ring.size() == 1:
+            continue
+        rates[tier] = _ring(world, ring, everyone)
+        if tier in between:
+            rates[tier]["bandwidth"] *= ranks
+        if tier != "node":
+            parts = ranks * (ring.size() - (1 if tier in between else ranks))
+            rates[tier]["incast"] = _incast(world, ring, parts, rates[tier]["bandwidth"])
+        ranks *= ring.size()
     return rates
 
 
-def _ring(world: World, ring: ProcessGroup) -> dict[str, float]:
+def _ring(world: World, ring: ProcessGroup, everyone: ProcessGroup) -> dict[str, float]:
     """Measure the rounds of an all-gather: the time of a few bytes, and the bandwidth of many.
 
-    Both are means, since a step waits for slow rounds too.
+    Both are means, since a step waits for slow rounds too, and those of the slowest of the rings that are busy at once.
     """
     rounds = ring.size() - 1
 
@@ -223,19 +262,23 @@ def _ring(world: World, ring: ProcessGroup) -> dict[str, float]:
 
     gap = seconds(8, _GATHERS)
     first = torch.tensor(seconds(_FIRST // ring.size(), _REPEATS), device=world.device)
-    dist.all_reduce(first, group=ring)  # all must send the same number
+    dist.all_reduce(first, group=ring)
+    dist.all_reduce(first, dist.ReduceOp.MAX, group=everyone)  # all must send the same number
     size = int(min(_GATHER_SECONDS * _FIRST / (rounds * float(first)), _GATHERED / ring.size()))
-    return {"gap": gap, "bandwidth": size / seconds(size, _REPEATS)}
+    slowest = torch.tensor([-gap, size / seconds(size, _REPEATS)], dtype=torch.float64, device=world.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MIN, group=everyone)
+    return {"gap": -float(slowest[0]), "bandwidth": float(slowest[1])}
 
 
-def _incast(world: World, group: ProcessGroup, per_node: int, bandwidth: float) -> float:
-    """Measure the share of ``bandwidth`` left in an all-to-all; at full bandwidth it takes :data:`_GATHER_SECONDS`."""
-    few = torch.tensor(bandwidth, device=world.device)
-    dist.broadcast(few, 0, group=group)
-    part = int(min(_GATHER_SECONDS * float(few) / (per_node * (group.size() - per_node)), _GATHERED / group.size()))
+def _incast(world: World, group: ProcessGroup, parts: int, bandwidth: float) -> float:
+    """Measure the share of ``bandwidth`` left in an all-to-all; at full bandwidth it takes :data:`_GATHER_SECONDS`.
+
+    ``parts``: how many of its messages leave a node or rack; in other groups there are as many at the same time.
+    """
+    part = int(min(_GATHER_SECONDS * bandwidth / parts, _GATHERED / group.size()))
     theirs, mine = (_bytes(world, part * group.size()) for _ in range(2))
     seconds = _mean(world, partial(dist.all_to_all_single, theirs, mine, group=group), _REPEATS)
-    return min(1.0, per_node * (group.size() - per_node) * part / bandwidth / seconds)
+    return min(1.0, parts * part / bandwidth / seconds)
 
 
 def _bytes(world: World, size: int) -> Tensor:

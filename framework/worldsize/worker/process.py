@@ -206,7 +206,7 @@ def _examine(settings: Settings, run: RunDirectory, placement: Placement) -> int
     _listen(settings, run)
     with open_world(placement, settings.cluster, settings.roles) as world:
         transport = audit(world, settings.cluster, os.environ, run.nccl_logs(socket.gethostname()))
-        return probe(world, placement, transport, run.findings, pairs=settings.run.examine == "pairs")
+        return probe(world, placement, settings.cluster, transport, run.findings, pairs=settings.run.examine == "pairs")
 
 
 def _listen(settings: Settings, run: RunDirectory) -> None:

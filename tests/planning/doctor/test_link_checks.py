@@ -103,3 +103,44 @@ def test_the_report_has_the_links_and_pairs_that_plan_reads() -> None:
     assert {*written["checks"][0]} == {"check", "host", "ok", "detail", "remedy"}
     assert [entry["host"] for entry in written["hosts"]] == ["h1", "h2", "h3", "h4"]
     assert pairs(measured([], 2), findings()) == []
+
+
+def in_racks(uplink: float, one_host: float) -> list[dict[str, Any]]:
+    """Return the links of two racks of two nodes of two ranks: 1 Gbit/s inside, ``uplink`` shared by four ranks."""
+    near = [edge("rack", rank, rank // 4 * 4 + (rank + 2) % 4, GIGABIT / 2) for rank in range(8)]
+    far = [edge("network", rank, (rank + 4) % 8, uplink / 4, 9e-4) for rank in range(8)]
+    alone = [edge("one-host network", rank, (rank + 4) % 8, one_host / 2, 2e-4) for rank in (0, 1, 4, 5)]
+    return [*near, *far, *alone]
+
+
+def test_the_uplink_of_a_rack_is_shared_by_its_hosts_and_told_from_the_links_inside() -> None:
+    edges = in_racks(uplink=4e7, one_host=3e7)
+    racks = replace(cluster(rack=GIGABIT, network=4e7), tiers={"rack": 2})
+    rings = {"network": {"bandwidth": 3.9e7, "gap": 1e-3, "incast": 0.9}}
+    report = evaluate(findings(edges=edges, rings=rings), racks, needed_bytes=0)
+    assert report.ok
+    assert report.links["rack"].bandwidth == pytest.approx(GIGABIT)
+    assert report.links["network"] == Link(3.9e7, pytest.approx(2e-4), gap=1e-3, incast=0.9)  # type: ignore[arg-type]
+    assert [*report.links] == ["rack", "network"]
+    lines = {(check.check, check.host): check.detail for check in report.checks}
+    assert lines["network link", "h1, h2"] == "40 MB/s, 900 µs (cluster.links.network declares 40 MB/s)"
+    assert lines["one-host network link", "h3"] == "30 MB/s, 200 µs (not judged)"
+    assert lines["rack link", "h4"] == "125 MB/s, 100 µs (cluster.tiers.rack declares 125 MB/s)"
+    ends = [(pair.source, pair.target, round(pair.link.bandwidth / 1e6)) for pair in report.pairs]
+    assert ends[:4] == [("h1", "h2", 125), ("h2", "h1", 125), ("h3", "h4", 125), ("h4", "h3", 125)]
+    assert ends[4:] == [("h1", "h3", 30), ("h3", "h1", 30)]
+
+
+def test_a_slow_uplink_and_a_slow_rack_are_named_by_their_hosts() -> None:
+    racks = replace(cluster(rack=GIGABIT, network=4e7), tiers={"rack": 2})
+    (uplinks,) = [check for check in checks(findings(edges=in_racks(1e7, 1e7)), racks) if not check.ok]
+    assert (uplinks.check, uplinks.host) == ("network link", "h1, h2, h3, h4")
+    assert "between all groups of 2 hosts, cluster.links.network declares 40 MB/s" in uplinks.detail
+    assert uplinks.remedy.startswith("Look at the uplink of the switch that joins these hosts")
+    edges = [
+        {**each, "size": each["size"] / 4} if each["tier"] == "rack" and each["source"] >= 4 else each
+        for each in in_racks(4e7, 4e7)
+    ]
+    failed = [check for check in checks(findings(edges=edges), racks) if not check.ok]
+    assert [(check.check, check.host) for check in failed] == [("rack link", "h3"), ("rack link", "h4")]
+    assert "cluster.tiers.rack.bandwidth=3.1e+07" in failed[0].remedy

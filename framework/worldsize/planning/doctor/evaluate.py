@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from worldsize.core import Cluster
 from worldsize.planning.doctor import hosts, link_checks, network
-from worldsize.planning.doctor.edges import measured
+from worldsize.planning.doctor.edges import measured, sharing
 from worldsize.planning.doctor.findings import Findings
 from worldsize.planning.doctor.report import Check, Report
 
@@ -26,7 +26,7 @@ def evaluate(findings: Findings, cluster: Cluster, *, needed_bytes: float) -> Re
     ]
     names = [check.check for check in checks]
     checks.sort(key=lambda check: names.index(check.check))  # grouped by name
-    between = measured(findings.edges, cluster.processes_per_node)
+    between = measured(findings.edges, cluster.processes_per_node, sharing(cluster))
     left_out = ("versions", "nonce")
     facts_of_hosts = [
         {key: value for key, value in facts.items() if key not in left_out} for facts in findings.hosts.values()

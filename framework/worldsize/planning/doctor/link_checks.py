@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import final
 
 from worldsize.core import Cluster, Link
 from worldsize.observe.transport import transport_warning
-from worldsize.planning.doctor.edges import Measured, measured
+from worldsize.planning.doctor.edges import INSIDE, ONE_HOST, Measured, measured, sharing
 from worldsize.planning.doctor.findings import Facts, Findings
 from worldsize.planning.doctor.network import others
 from worldsize.planning.doctor.report import Check, Pair, rate
@@ -27,13 +28,17 @@ class SlowLinks:
 def tiers(by_tier: Mapping[str, Measured], rings: Mapping[str, Facts]) -> dict[str, Link]:
     """Return each tier's link: the median latency, and the bandwidth measured by its rings.
 
-    Without rings, as on one device, it is the bandwidth of the slowest link.
+    Without rings, as on one device, it is the bandwidth of the slowest link. Where one host has measured an uplink
+    alone, its latency counts, since the messages of others have not delayed it.
     """
-    slowest = {tier: {"bandwidth": min(link.bandwidth for link in links.values())} for tier, links in by_tier.items()}
-    return {
-        tier: Link(latency=statistics.median(link.latency for link in links.values()), **rings.get(tier, slowest[tier]))
-        for tier, links in by_tier.items()
-    }
+    figures = {}
+    for tier, links in by_tier.items():
+        if not tier.startswith(ONE_HOST):
+            quiet = by_tier.get(ONE_HOST + tier, links)
+            latency = statistics.median(link.latency for link in quiet.values())
+            slowest = {"bandwidth": min(link.bandwidth for link in links.values())}
+            figures[tier] = Link(latency=latency, **rings.get(tier, slowest))
+    return figures
 
 
 def slow(links: Measured, least: float) -> SlowLinks:
@@ -49,54 +54,84 @@ def checks(findings: Findings, cluster: Cluster) -> Iterator[Check]:
 
     With CPU devices links inside a node are not judged, since they depend on other computations.
     """
-    for tier, links in measured(findings.edges, cluster.processes_per_node).items():
-        judged = tier == "network" or cluster.device != "cpu"
-        yield from _checks_of(findings, tier, links, cluster.links.get(tier) if judged else None)
+    by_tier = measured(findings.edges, cluster.processes_per_node, sharing(cluster))
+    for tier, links in by_tier.items():
+        judged = tier not in INSIDE or cluster.device != "cpu"
+        yield from _Tier(tier, findings, cluster).checks(links, cluster.links.get(tier) if judged else None)
     yield from _transports(findings, cluster)
 
 
-def _checks_of(findings: Findings, tier: str, links: Measured, declared: Link | None) -> Iterator[Check]:
-    lost = slow(links, _LEAST * declared.bandwidth if declared else 0.0)
-    nodes = sorted({node for ends in links for node in ends})
-    promised = f"cluster.links.{tier} declares {rate(declared.bandwidth)}" if declared else "not judged"
-    if tier == "network" and len(lost.nodes) == len(nodes):
-        yield _red(findings, tier, lost.nodes, links, f"between all hosts, {promised}")
-        return
-    for node in lost.nodes:
-        yield _red(findings, tier, [node], {ends: link for ends, link in links.items() if node in ends}, promised)
-    for ends in lost.links:
-        yield _red(findings, tier, ends, {ends: links[ends]}, f"from the one to the other, {promised}")
-    named = {*lost.nodes, *(node for ends in lost.links for node in ends)}
-    for node in (each for each in nodes if each not in named):
-        own = [link for ends, link in links.items() if node in ends and not {*ends} & {*lost.nodes}]
-        if own:
-            yield Check(f"{tier} link", findings.name(node), True, _described(own, promised))
+@final
+@dataclass(frozen=True)
+class _Tier:
+    """Judges the links of one tier."""
+
+    name: str
+    findings: Findings
+    cluster: Cluster
+
+    def checks(self, links: Measured, declared: Link | None) -> Iterator[Check]:
+        lost = slow(links, _LEAST * declared.bandwidth if declared else 0.0)
+        nodes = sorted({node for ends in links for node in ends})
+        promised = f"{self._key} declares {rate(declared.bandwidth)}" if declared else "not judged"
+        if self.name not in INSIDE and len(lost.nodes) == len(nodes):
+            yield self._red(lost.nodes, links, f"between all {self._members}, {promised}")
+            return
+        for node in lost.nodes:
+            yield self._red([node], {ends: link for ends, link in links.items() if node in ends}, promised)
+        for ends in lost.links:
+            yield self._red(ends, {ends: links[ends]}, f"from the one to the other, {promised}")
+        named = {*lost.nodes, *(node for ends in lost.links for node in ends)}
+        for node in (each for each in nodes if each not in named):
+            own = [link for ends, link in links.items() if node in ends and not {*ends} & {*lost.nodes}]
+            if own:
+                yield Check(f"{self.name} link", self._hosts(node), True, _described(own, promised))
+
+    @property
+    def _key(self) -> str:
+        """The key of the configuration that declares the link."""
+        return f"cluster.{'tiers' if self.name in self.cluster.tiers else 'links'}.{self.name}"
+
+    @property
+    def _nodes(self) -> int:
+        """Number of nodes that share a link of the tier."""
+        return max(1, sharing(self.cluster).get(self.name, 1) // self.cluster.processes_per_node)
+
+    @property
+    def _members(self) -> str:
+        return "hosts" if self._nodes == 1 else f"groups of {self._nodes} hosts"
+
+    def _hosts(self, node: int) -> str:
+        """Name the hosts that share a link, of which ``node`` is the first."""
+        names = [self.findings.name(each) for each in range(node, node + self._nodes)]
+        return ", ".join(names) if len(names) <= 4 else f"{names[0]} .. {names[-1]} ({len(names)} hosts)"
+
+    def _red(self, nodes: Sequence[int], links: Measured, promised: str) -> Check:
+        bandwidth = min(link.bandwidth for link in links.values())
+        hosts = ", ".join(map(self._hosts, nodes))
+        accept = f"if that is what it is, declare it: {self._key}.bandwidth={bandwidth:.2g}."
+        detail = f"{rate(bandwidth)}{self._over(nodes)}, {promised}"
+        return Check(f"{self.name} link", hosts, False, detail, f"{self._remedy(nodes)} {accept}")
+
+    def _remedy(self, nodes: Sequence[int]) -> str:
+        if self.name in INSIDE:
+            return "Look at what else runs there, at power limits and topology;"
+        if self._nodes > 1:
+            return "Look at the uplink of the switch that joins these hosts, and at what else it carries;"
+        hosts = self.findings.hosts
+        choices = {others(hosts[node], _interface(self.findings, node)) for node in nodes if node in hosts} - {""}
+        another = f" try another interface ({'; '.join(sorted(choices))}) with cluster.interface;" if choices else ""
+        return f"Look at its cable, its switch port and what else it carries (ethtool);{another}"
+
+    def _over(self, nodes: Sequence[int]) -> str:
+        """Describe which interfaces carried the bytes."""
+        used = [name for node in nodes if (name := _interface(self.findings, node))]
+        return f" over {', '.join(dict.fromkeys(used))}" if self.name not in INSIDE and used else ""
 
 
 def _described(links: Sequence[Link], promised: str) -> str:
     bandwidth, latency = min(link.bandwidth for link in links), statistics.median(link.latency for link in links)
     return f"{rate(bandwidth)}, {latency * 1e6:.0f} µs ({promised})"
-
-
-def _red(findings: Findings, tier: str, nodes: Sequence[int], links: Measured, promised: str) -> Check:
-    bandwidth = min(link.bandwidth for link in links.values())
-    hosts = ", ".join(findings.name(node) for node in nodes)
-    detail = f"{rate(bandwidth)}{_over(findings, tier, nodes)}, {promised}"
-    remedy = "Look at what else runs there, at power limits and topology;"
-    if tier == "network":
-        choices = {
-            others(findings.hosts[node], _interface(findings, node)) for node in nodes if node in findings.hosts
-        } - {""}
-        another = f" try another interface ({'; '.join(sorted(choices))}) with cluster.interface;" if choices else ""
-        remedy = f"Look at its cable, its switch port and what else it carries (ethtool);{another}"
-    accept = f"if that is what it is, declare it: cluster.links.{tier}.bandwidth={bandwidth:.2g}."
-    return Check(f"{tier} link", hosts, False, detail, f"{remedy} {accept}")
-
-
-def _over(findings: Findings, tier: str, nodes: Sequence[int]) -> str:
-    """Describe which interfaces carried the bytes."""
-    used = [f"{_interface(findings, node)}" for node in nodes if _interface(findings, node)]
-    return f" over {', '.join(dict.fromkeys(used))}" if tier == "network" and used else ""
 
 
 def _interface(findings: Findings, node: int) -> str | None:
@@ -120,6 +155,10 @@ def _transports(findings: Findings, cluster: Cluster) -> Iterator[Check]:
 
 
 def pairs(by_tier: Mapping[str, Measured], findings: Findings) -> list[Pair]:
-    """Name the hosts at the ends of each measured link between nodes."""
-    links = by_tier.get("network", {})
-    return [Pair(findings.name(source), findings.name(target), link) for (source, target), link in links.items()]
+    """Name the hosts at the ends of each measured link between two nodes; of an uplink, those that used it alone."""
+    between = [links for tier, links in by_tier.items() if tier not in INSIDE and ONE_HOST + tier not in by_tier]
+    return [
+        Pair(findings.name(source), findings.name(target), link)
+        for links in between
+        for (source, target), link in links.items()
+    ]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from worldsize.core import Cluster, Cost, Workload
-from worldsize.cost.cluster import link, ring_share, slowest, spanned
+from worldsize.cost.cluster import leaving, link, ring_share, spanned
 from worldsize.cost.collectives import (
     all_gather_seconds,
     bubble_share,
-    divided,
     exposed_seconds,
     message_seconds,
     ring_all_reduce_seconds,
@@ -22,8 +21,10 @@ def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches
     1909.08053, section 3).
     Pipeline: outputs and their gradients at both edges of a stage.
     Data: FSDP of the rank's part of the model.
+    The last two use the slowest link that the neighbours on their axis have between them, and share it with those on
+    parallel lines of the axis.
     """
-    rings, edge = _crossing(layout, cluster)
+    strides = layout.strides
     held = work.parameter_bytes / (layout.tensor * layout.pipeline)
     count = micro_batches
     blocks, near = work.blocks / layout.pipeline, link(cluster, "node")
@@ -33,8 +34,9 @@ def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches
     gathers = (2 if layout.pipeline == 1 else 1) + (2 if on_cpu else 1)
     waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, layout.tensor, near)
     if layout.pipeline > 1:
-        waited += 2 * message_seconds(work.boundary_bytes, divided(slowest(cluster), edge)) * count
-    along = divided(spanned(cluster, layout.data * layout.tensor), rings) if rings else near
+        between = spanned(cluster, layout.pipeline, strides["pipeline"])
+        waited += 2 * message_seconds(work.boundary_bytes, between) * count
+    along = spanned(cluster, layout.data, strides["data"])
     along_data = gathers * all_gather_seconds(held, layout.data, along)
     exposed = waited + exposed_seconds(along_data, 0.0 if on_cpu else work.overlap * work.compute_seconds)
     sharded = gathers * ring_share(layout.data) * held
@@ -43,12 +45,6 @@ def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches
     memory += work.activation_bytes * min(count, layout.pipeline) / (layout.tensor * layout.pipeline)
     sent = sharded + passed + 2 * ring_share(layout.tensor) * reduced
     idle = bubble_share(layout.pipeline, count, stages // layout.pipeline)
-    return Cost(memory, sent, sharded * rings + passed * edge, waited + along_data, idle, exposed)
-
-
-def _crossing(layout: Layout, cluster: Cluster) -> tuple[int, int]:
-    """Return the number of data-parallel rings that leave a node, and of its ranks that send to stages elsewhere."""
-    stage, each = layout.data * layout.tensor, cluster.processes_per_node
-    if cluster.nodes == 1:
-        return 0, 0
-    return layout.tensor if stage > each else 0, min(stage, each) if layout.pipeline > 1 else 0
+    across = sharded * leaving(cluster, layout.data, strides["data"])
+    across += passed * leaving(cluster, layout.pipeline, strides["pipeline"])
+    return Cost(memory, sent, across, waited + along_data, idle, exposed)

@@ -10,7 +10,7 @@ from typing import cast, final
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from worldsize.core import RunContext
 from worldsize.strategies.mesh.edges import Edges, neighbours
@@ -40,8 +40,10 @@ class MeshGroups:
         """Make the mesh of all ranks."""
         number = str(next(_MESHES)) if self.interruptible else ""
         names = tuple(f"{axis}{number}" for axis in AXES)
+        strides = [self.layout.strides[axis] for axis in AXES]
+        ranks_pdt = torch.arange(self.layout.size, device="cpu").as_strided(self.layout.sizes, strides)
         with self.context.making_groups():
-            mesh = init_device_mesh(self.context.world.device.type, self.layout.sizes, mesh_dim_names=names)
+            mesh = DeviceMesh(self.context.world.device.type, ranks_pdt, mesh_dim_names=names)
         for axis in AXES:
             self._bound(along(mesh, axis).get_group())
         return mesh

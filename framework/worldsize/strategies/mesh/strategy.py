@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, final
 
 from worldsize.core import (
@@ -11,6 +11,7 @@ from worldsize.core import (
     ConfigError,
     Cost,
     Numerics,
+    OneOf,
     Range,
     Recipe,
     Replica,
@@ -24,7 +25,7 @@ from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.hook_trial import refuse_mixing_hooks
 from worldsize.strategies.mesh.cost import mesh_cost
-from worldsize.strategies.mesh.layout import Layout
+from worldsize.strategies.mesh.layout import ORDER, Layout, check_order, check_tensor
 from worldsize.strategies.mesh.parallel import Sharding, check_divides, plan_of
 from worldsize.strategies.mesh.partition import check_pipelines, stages_of
 from worldsize.strategies.mesh.rank import Rank
@@ -46,7 +47,9 @@ class Mesh(Strategy):
     processes for). ``tensor``: number of ranks of a node that share each layer (Megatron, Shoeybi et al. 2019, arXiv
     1909.08053). ``pipeline``: number of ranks along the layers; a micro-batch is one logical rank. ``schedule``:
     "gpipe" (Huang et al. 2018, arXiv 1811.06965), "1f1b" (PipeDream, arXiv 1806.03377), or "interleaved" (arXiv
-    2104.04473), where each rank has ``stages_per_rank`` stages (None: 2). ``split``: the first layers of all stages but
+    2104.04473), where each rank has ``stages_per_rank`` stages (None: 2). ``order``: the axes, from the one whose ranks
+    are neighbours to the one that crosses the slowest links (as ``order`` of Megatron's ``initialize_model_parallel``);
+    it changes no result of ``reduce="ordered"``. ``split``: the first layers of all stages but
     the first (None: balanced by parameters). ``micro_batches``: default number of logical ranks of a data-parallel part
     (None: 2 × pipeline). ``reshard_after_forward`` as in FSDP (None: unless there is a pipeline, which would gather for
     each micro-batch). ``reduce="ordered"`` gives the same bits for any number of data-parallel parts, as long as
@@ -70,11 +73,13 @@ class Mesh(Strategy):
     wrap_parameters: Annotated[int, Range(least=1)] = 1_000_000
     reshard_after_forward: bool | None = None
     on_failure: OnFailure = "restart"
+    order: list[Annotated[str, OneOf(*ORDER)]] = field(default_factory=lambda: list(ORDER))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.reduce == "hierarchical":
             raise ConfigError(f"strategy.reduce={self.reduce}: a mesh sums along its axes. Set strategy.reduce=flat.")
+        check_order(self.order)
         if self.on_failure == "heal":
             self._check_heals()
         _ = self._pipeline  # incompatible options are an error here, before any process starts
@@ -147,15 +152,10 @@ class Mesh(Strategy):
                 f"{processes} processes do not divide into {sizes}. "
                 f"Set cluster.processes={data * rest or rest}, or sizes whose product is {processes}."
             )
-        return Layout(self.pipeline, data, self.tensor)
+        return Layout(self.pipeline, data, self.tensor, tuple(self.order))
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
-        self.layout(cluster.processes)
-        if cluster.processes_per_node % self.tensor:
-            raise ConfigError(
-                f"strategy.tensor={self.tensor} does not divide the {cluster.processes_per_node} processes of a node, "
-                "and ranks that share layers would communicate between nodes. Set strategy.tensor to a divisor of them."
-            )
+        check_tensor(self.layout(cluster.processes), cluster)
         if self.on_failure == "heal" and cluster.nodes > 1 and self.tensor > 1:
             raise ConfigError(
                 f"strategy.on_failure=heal: on {cluster.nodes} nodes, the strategy.tensor={self.tensor} ranks that "
