@@ -31,21 +31,30 @@ class Normed(Chain):
         return nn.Sequential(first, *(nn.Sequential(block, nn.BatchNorm1d(16)) for block in blocks), last)
 
 
+@dataclass(frozen=True)
+class Shared(Chain):
+    """A chain whose blocks share one weight, so that three stages add up its gradient."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        first, *others = [block.up for block in self.blocks(model) if isinstance(block.up, nn.Linear)]
+        for layer in others:
+            layer.weight = first.weight
+        return model
+
+
 Memberships = tuple[tuple[int, ...], ...]
 PAIRS: Memberships = ((0, 1, 2, 3), (0, 2), (0, 2, 4, 1, 3, 5))
 LOGICAL_RANKS = 7
+NORMED = Normed()
 CLUSTER = Cluster("test", 1, 6, "cpu", "gloo", timeout=60.0)
 
 
-def built(strategy: Strategy, world: World) -> Replica:
+def trained(strategy: Strategy, world: World, recipe: Chain = NORMED) -> tuple[str, list[float]]:
+    """Take two steps whose gradients are clipped; return the digest of the weights on the first rank, and the norms."""
     torch.manual_seed(3)
     context = RunContext(world, Numerics(clip_norm=0.1), logical_ranks=LOGICAL_RANKS)
-    return strategy.replica(Normed(), context)
-
-
-def trained(strategy: Strategy, world: World) -> tuple[str, list[float]]:
-    """Take two steps whose gradients are clipped; return the digest of the weights on the first rank, and the norms."""
-    replica, recipe = built(strategy, world), Normed()
+    replica = strategy.replica(recipe, context)
     part, parts = strategy.data_rank(world), strategy.data_parallel(Cluster("test", 1, world.size, "cpu", "gloo"))
     norms: list[Any] = []
     for _ in range(2):
@@ -54,13 +63,15 @@ def trained(strategy: Strategy, world: World) -> tuple[str, list[float]]:
     return state_digest(tensor_digests(gather_full(replica.state()["model"], world))), norms
 
 
-def trained_in_each(folder: Path, strategy: Mesh, memberships: Memberships) -> list[list[tuple[str, list[float]]]]:
+def trained_in_each(
+    folder: Path, strategy: Mesh, memberships: Memberships, recipe: Chain = NORMED
+) -> list[list[tuple[str, list[float]]]]:
     """Return, of each rank, what :func:`trained` returns in each membership that it belongs to."""
 
     def body(world: World) -> list[tuple[str, list[float]]]:
         results = []
         for place in worlds_in(memberships, world, CLUSTER, folder):
-            results.append(trained(strategy, place))
+            results.append(trained(strategy, place, recipe))
             gc.collect()
         return results
 
@@ -85,6 +96,12 @@ def test_meshes_train_alike_in_each_membership(tmp_path: Path, strategy: Mesh, m
     if strategy.tensor == 1:
         ((alone, norms),) = run_in_worlds(lambda world: trained(Single(reduce="ordered"), world), 1)
         assert (digests[0], first) == (alone, norms)
+
+
+def test_a_weight_that_three_stages_share_has_the_same_bits_sharded_or_not(tmp_path: Path) -> None:
+    strategy = Mesh(reduce="ordered", pipeline=3, split=[2, 3], on_failure="heal")
+    by_rank = trained_in_each(tmp_path, strategy, ((0, 1, 2), (0, 1, 2, 3, 4, 5)), Shared(depth=3))
+    assert by_rank[0][0] == by_rank[0][1]
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])

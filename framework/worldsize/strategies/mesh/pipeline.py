@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from worldsize.collectives.ordered import reduce_ordered
 from worldsize.collectives.per_rank import local
+from worldsize.collectives.staged import finished
 from worldsize.collectives.step_timer import phase, wait
 from worldsize.core import Batch, MicroBatch
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
@@ -119,10 +121,18 @@ class Pipeline(GradientReducer):
             for parameter in tied.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                wait(dist.all_reduce(local(parameter.grad), group=tied.group, async_op=True))
+                self._sum(local(parameter.grad), tied.group)
         for buffer in self._statistics():
             wait(dist.all_reduce(buffer, group=self.parts.group, async_op=True))
             buffer /= self.parts.group.size()
+
+    def _sum(self, gradient: Tensor, group: ProcessGroup) -> None:
+        """Replace a gradient, of any shape, by its sum over the ranks of ``group``."""
+        if self.parts.reduce != "ordered":
+            wait(dist.all_reduce(gradient, group=group, async_op=True))
+        elif gradient.numel() > 0:  # a part of the data may have no shard of a small parameter
+            # an all-reduce adds in an order that depends on the place of a number in the tensor, thus on its shards
+            gradient.copy_(finished(reduce_ordered([gradient.flatten()], group)).view_as(gradient))
 
     def _statistics(self) -> list[Tensor]:
         if self.parts.group.size() == 1 or self.parts.reduce == "ordered":  # whose sums average buffers, too
