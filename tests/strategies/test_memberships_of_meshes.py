@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from tests.strategies.memberships import worlds_in
 from tests.strategies.test_sharded_accumulation import batch
 from worldsize.collectives.gather_full import gather_full
-from worldsize.core import Cluster, Numerics, Replica, RunContext, Strategy, World
+from worldsize.core import Cluster, Numerics, RunContext, Strategy, World
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
@@ -43,8 +44,10 @@ class Shared(Chain):
         return model
 
 
+HEAL = partial(Mesh, on_failure="heal")
 Memberships = tuple[tuple[int, ...], ...]
 PAIRS: Memberships = ((0, 1, 2, 3), (0, 2), (0, 2, 4, 1, 3, 5))
+THREES: Memberships = ((0, 1, 2), (0, 1, 2, 3, 4, 5))
 LOGICAL_RANKS = 7
 NORMED = Normed()
 CLUSTER = Cluster("test", 1, 6, "cpu", "gloo", timeout=60.0)
@@ -81,11 +84,13 @@ def trained_in_each(
 @pytest.mark.parametrize(
     ("strategy", "memberships"),
     [
-        (Mesh(reduce="ordered", tensor=2, on_failure="heal"), PAIRS),
-        (Mesh(reduce="ordered", pipeline=2, on_failure="heal"), PAIRS),
-        (Mesh(reduce="ordered", tensor=2, pipeline=2, on_failure="heal"), ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7))),
+        (HEAL(reduce="ordered", tensor=2), PAIRS),
+        (HEAL(reduce="ordered", pipeline=2), PAIRS),
+        (HEAL(reduce="ordered", tensor=2, pipeline=2), ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7))),
+        (HEAL(reduce="ordered", pipeline=2, reshard_after_forward=True), PAIRS),
+        (HEAL(reduce="ordered", pipeline=3, schedule="interleaved"), THREES),
     ],
-    ids=["tensor", "pipeline", "both"],
+    ids=["tensor", "pipeline", "both", "gathered for each pass", "interleaved"],
 )
 def test_meshes_train_alike_in_each_membership(tmp_path: Path, strategy: Mesh, memberships: Memberships) -> None:
     by_rank = trained_in_each(tmp_path, strategy, memberships)
@@ -99,8 +104,7 @@ def test_meshes_train_alike_in_each_membership(tmp_path: Path, strategy: Mesh, m
 
 
 def test_a_weight_that_three_stages_share_has_the_same_bits_sharded_or_not(tmp_path: Path) -> None:
-    strategy = Mesh(reduce="ordered", pipeline=3, split=[2, 3], on_failure="heal")
-    by_rank = trained_in_each(tmp_path, strategy, ((0, 1, 2), (0, 1, 2, 3, 4, 5)), Shared(depth=3))
+    by_rank = trained_in_each(tmp_path, HEAL(reduce="ordered", pipeline=3, split=[2, 3]), THREES, Shared(depth=3))
     assert by_rank[0][0] == by_rank[0][1]
 
 
@@ -109,6 +113,18 @@ def test_flat_sums_weigh_each_logical_rank_alike_where_parts_have_different_numb
     by_rank = trained_in_each(tmp_path, Mesh(on_failure="heal", **{axis: 2}), PAIRS)  # type: ignore[arg-type]
     ((_, alone),) = run_in_worlds(lambda world: trained(Single(), world), 1)
     assert all(norms == pytest.approx(alone, rel=1e-4) for results in by_rank for _, norms in results)
+
+
+def test_an_idle_pass_changes_neither_weights_nor_buffers() -> None:
+    """Of two parts with 4 and 3 logical ranks, the second one has none with 1F1B that gathers each stage once."""
+
+    def body(world: World) -> list[tuple[str, list[float]]]:
+        gathered, interleaved = {"reshard_after_forward": True}, {"schedule": "interleaved"}
+        return [trained(HEAL(pipeline=2, **each), world) for each in ({}, gathered, interleaved)]
+
+    for without, gathered, interleaved in run_in_worlds(body, 4):
+        assert gathered == without
+        assert interleaved == without
 
 
 class Crossed(nn.Linear):
@@ -137,5 +153,5 @@ def test_messages_between_stages_may_have_any_strides() -> None:
         return float(result.grad_norm)
 
     (alone,) = run_in_worlds(lambda world: norm(Single(), world), 1)
-    staged = run_in_worlds(lambda world: norm(Mesh(pipeline=2, on_failure="heal"), world), 2)
+    staged = run_in_worlds(lambda world: norm(HEAL(pipeline=2), world), 2)
     assert staged == [pytest.approx(alone, rel=1e-5)] * 2

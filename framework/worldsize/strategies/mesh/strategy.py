@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, final
 
 from worldsize.core import (
@@ -51,7 +51,8 @@ class Mesh(Strategy):
     (None: 2 × pipeline). ``reshard_after_forward`` as in FSDP (None: unless there is a pipeline, which would gather for
     each micro-batch). ``reduce="ordered"`` gives the same bits for any number of data-parallel parts, as long as
     ``tensor`` stays. ``on_failure="heal"``: the others go on without a dead process, in as many data-parallel parts as
-    they are enough for, from copies of its shards in the memory of peers; those that are too many wait.
+    they are enough for (``data`` is the number with which they begin), from copies of its shards in the memory of
+    peers; those that are too many wait.
     """
 
     averages_weights = True
@@ -75,27 +76,7 @@ class Mesh(Strategy):
         super().__post_init__()
         if self.reduce == "hierarchical":
             raise ConfigError(f"strategy.reduce={self.reduce}: a mesh sums along its axes. Set strategy.reduce=flat.")
-        if self.on_failure == "heal":
-            self._check_heals()
         _ = self._pipeline  # incompatible options are an error here, before any process starts
-
-    def _check_heals(self) -> None:
-        if self.data is not None:
-            raise ConfigError(
-                f"strategy.on_failure=heal: strategy.data={self.data} cannot stay when processes die or join. Set "
-                "strategy.data=null: it follows from the number of processes."
-            )
-        if self.pipeline > 1 and self.schedule == "interleaved":
-            raise ConfigError(
-                "strategy.on_failure=heal: strategy.schedule=interleaved takes only certain numbers of micro-batches, "
-                "and those of a part of the data change. Set strategy.schedule=1f1b or gpipe."
-            )
-
-        if self.pipeline > 1 and self.reshard_after_forward:
-            raise ConfigError(
-                "strategy.on_failure=heal: strategy.reshard_after_forward=true gathers a stage for each micro-batch, "
-                "of which parts of the data may have different numbers. Set strategy.reshard_after_forward=null."
-            )
 
     @property
     def _pipeline(self) -> PipelineSchedule:
@@ -132,6 +113,9 @@ class Mesh(Strategy):
             plan_of(recipe, model, ranks=self.tensor)
         if self.pipeline > 1:
             stages_of(recipe, model, self._pipeline.stages, self.split)
+
+    def healing(self) -> Strategy:
+        return replace(self, data=None)
 
     def layout(self, processes: int) -> Layout:
         """Return the mesh of ``processes`` processes.
