@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -102,7 +103,8 @@ class Members:
 
     ``start(role, rank, starts)`` starts a process that was started ``starts`` times before. If its role restarts
     individually, a failed process is restarted up to ``max_restarts`` times; then the run continues without it as long
-    as ``min_processes`` of its role are alive. In a role that heals it continues in the meantime, too.
+    as ``min_processes`` of its role are alive. In a role that heals it continues in the meantime, too. ``node_of``
+    returns the number of a process's host, given its role and its rank there.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Members:
         *,
         max_restarts: int,
         terminal: Terminal | None,
+        node_of: Callable[[str, int], int] = lambda role, rank: 0,
     ) -> None:
         self.roles = roles
         self.current: list[Member] = []  # without the lost ones
@@ -119,7 +122,7 @@ class Members:
         self.lost: list[Member] = []  # they have failed, and the run has continued
         self.leaving: list[Member] = []  # they were asked to leave a gang that heals
         self.terminal = terminal  # shows their output
-        self._start, self._max_restarts = start, max_restarts
+        self._start, self._max_restarts, self._node_of = start, max_restarts, node_of
 
     def add(self, role: str, rank: int) -> None:
         """Start a process, and show its output."""
@@ -193,7 +196,7 @@ class Members:
     def _replace(self, member: Member) -> None:
         """Restart a failed process, or continue without it; if neither is allowed, the gang fails."""
         role, starts = self.roles[member.role], _starts(self.lost, member.role, member.rank)
-        others = sum(each.role == member.role and each.process.is_alive() for each in self.current)
+        others = self._able(member.role)
         least = 1 if role.restart == "heal" else role.processes
         is_spare = others >= (least if role.min_processes is None else role.min_processes)
         if role.restart == "heal" and not is_spare:
@@ -211,6 +214,12 @@ class Members:
         self.lost.append(member)
         if starts < self._max_restarts:
             self._start_again(member, is_spare=is_spare)
+
+    def _able(self, role: str) -> int:
+        """Return the number of live processes of a role that could train, if some of them must be on one host."""
+        alive = [each for each in self.current if each.role == role and each.process.is_alive()]
+        together, by_node = self.roles[role].together, Counter(self._node_of(role, each.rank) for each in alive)
+        return sum(count // together * together for count in by_node.values())
 
     def _start_again(self, member: Member, *, is_spare: bool) -> None:
         """Restart a process; if the host cannot, continue without it, or let the gang fail."""

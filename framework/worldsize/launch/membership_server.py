@@ -12,7 +12,7 @@ from worldsize.launch.members import Member, Members
 from worldsize.launch.remote import RemoteHosts
 from worldsize.launch.roster import Roster
 from worldsize.world.membership import Message, Pipe, receive, send
-from worldsize.world.roles import block_of, role_of, role_ranks
+from worldsize.world.roles import block_of, role_of, role_ranks, together_of
 
 _logger = logging.getLogger(__name__)
 
@@ -38,7 +38,9 @@ class MembershipServer:
         self._block = block_of(members.roles)
         self._members, self._most, self._others = members, most * self._block, others
         ranks = [self._rank(member) for member in members.current]
-        self._roster = Roster(tuple(ranks[: len(ranks) - spares]), self._tell, patience, self._block)
+        node_of = others.node_of if others else lambda rank: 0
+        first = tuple(ranks[: len(ranks) - spares])
+        self._roster = Roster(first, self._tell, patience, self._block, together_of(members.roles), node_of)
 
     @property
     def records(self) -> Sequence[MembershipRecord]:

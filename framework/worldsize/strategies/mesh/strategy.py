@@ -140,13 +140,7 @@ class Mesh(Strategy):
                 f"strategy.tensor={self.tensor} does not divide the {cluster.processes_per_node} processes of a node, "
                 "and ranks that share layers would communicate between nodes. Set strategy.tensor to a divisor of them."
             )
-        if self.on_failure == "heal" and cluster.nodes > 1 and self.tensor > 1:
-            raise ConfigError(
-                f"strategy.on_failure=heal: on {cluster.nodes} nodes, the strategy.tensor={self.tensor} ranks that "
-                "share layers would be on different nodes when one of them has died. Set strategy.tensor=1, or "
-                "strategy.on_failure=restart."
-            )
-        return worker_roles(cluster, self.on_failure, self.tensor * self.pipeline)
+        return worker_roles(cluster, self.on_failure, self.tensor * self.pipeline, self.tensor)
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         layout, count = self.layout(cluster.processes), work.micro_batches or self.default_micro_batches
