@@ -267,7 +267,7 @@ def test_a_process_that_cannot_be_started_again_is_a_failure_of_its_own(
 def test_a_gang_ends_if_no_host_has_enough_processes_for_those_that_must_be_on_one(
     tmp_path: Path, together: int, goes_on: bool
 ) -> None:
-    """Of two hosts with two processes each, one process of each has died."""
+    """Two hosts have two processes each, of which one has died on each."""
     end = multiprocessing.get_context("fork").Event()
     roles = {"worker": Role(4, restart="heal", min_processes=2, block=2, together=together)}
     start = member(tmp_path, end)

@@ -116,7 +116,7 @@ def test_flat_sums_weigh_each_logical_rank_alike_where_parts_have_different_numb
 
 
 def test_an_idle_pass_changes_neither_weights_nor_buffers() -> None:
-    """Of two parts with 4 and 3 logical ranks, the second one has none with 1F1B that gathers each stage once."""
+    """The second of two parts, which have 4 and 3 logical ranks, has no idle pass if 1F1B gathers each stage once."""
 
     def body(world: World) -> list[tuple[str, list[float]]]:
         gathered, interleaved = {"reshard_after_forward": True}, {"schedule": "interleaved"}

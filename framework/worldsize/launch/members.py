@@ -196,9 +196,10 @@ class Members:
     def _replace(self, member: Member) -> None:
         """Restart a failed process, or continue without it; if neither is allowed, the gang fails."""
         role, starts = self.roles[member.role], _starts(self.lost, member.role, member.rank)
-        others = self._able(member.role)
+        others = [each for each in self.alive() if each.role == member.role]
         least = 1 if role.restart == "heal" else role.processes
-        is_spare = others >= (least if role.min_processes is None else role.min_processes)
+        able = _in_groups([self._node_of(each.role, each.rank) for each in others], role.together)
+        is_spare = able >= (least if role.min_processes is None else role.min_processes)
         if role.restart == "heal" and not is_spare:
             return
         if starts < self._max_restarts:
@@ -215,12 +216,6 @@ class Members:
         if starts < self._max_restarts:
             self._start_again(member, is_spare=is_spare)
 
-    def _able(self, role: str) -> int:
-        """Return the number of live processes of a role that could train, if some of them must be on one host."""
-        alive = [each for each in self.current if each.role == role and each.process.is_alive()]
-        together, by_node = self.roles[role].together, Counter(self._node_of(role, each.rank) for each in alive)
-        return sum(count // together * together for count in by_node.values())
-
     def _start_again(self, member: Member, *, is_spare: bool) -> None:
         """Restart a process; if the host cannot, continue without it, or let the gang fail."""
         try:
@@ -231,6 +226,11 @@ class Members:
                 self.lost.remove(member)
                 self.current.append(member)
                 self.ended.append(member)
+
+
+def _in_groups(nodes: Sequence[int], together: int) -> int:
+    """Return how many of the processes on these nodes form groups of ``together``, each on one node."""
+    return sum(count // together * together for count in Counter(nodes).values())
 
 
 def _step(beat: Beat | None) -> int | None:

@@ -138,27 +138,17 @@ class Roster:
 
     def _next_members(self) -> tuple[int, ...]:
         """Return the members of the next membership: those that stay, then newcomers for the places that are free."""
-        staying = [rank for rank in self.members if rank not in self._leaving]
+        staying = {rank: None for rank in self.members if rank not in self._leaving}  # in this order
         newcomers = [rank for rank in self._stopped if rank not in self.members]
-        able = self._neighbours([*staying, *newcomers])
+        able = _groups([*staying, *newcomers], self.together, self.node_of)
         able.sort(key=lambda group: group[0] not in staying)  # a group of newcomers may be complete before another
         most = max(self.target, len(staying)) // self.block * self.block
         members = [rank for group in able for rank in group][:most]
         return tuple(members[: len(members) // self.block * self.block])
 
-    def _neighbours(self, ranks: Sequence[int]) -> list[list[int]]:
-        """Return groups of ``together`` of ``ranks`` that are on one host each, in the order in which they are full."""
-        groups, open_groups = list[list[int]](), dict[int, list[int]]()
-        for rank in ranks:
-            group = open_groups.setdefault(self.node_of(rank), [])
-            group.append(rank)
-            if len(group) == self.together:
-                groups.append(open_groups.pop(self.node_of(rank)))
-        return groups
-
     def _change(self) -> None:
         """End the membership if somebody waits to join or to leave and all members have trained; begin the next one."""
-        if self._next_members() != self.members and all(self._begun.get(rank) for rank in self.members):
+        if all(self._begun.get(rank) for rank in self.members) and self._next_members() != self.members:
             self._end()
         self._form()
 
@@ -197,6 +187,17 @@ class Roster:
         self._stopped = {rank: step for rank, step in self._stopped.items() if rank in spares}
         self.members, self._running, self._lost = members, [*members, *waiting], {}
         self._begun.clear()
+
+
+def _groups(ranks: Sequence[int], size: int, node_of: Callable[[int], int]) -> list[list[int]]:
+    """Return groups of ``size`` of these ranks, each on one host, in the order in which they are full."""
+    full, begun = list[list[int]](), dict[int, list[int]]()
+    for rank in ranks:
+        group = begun.setdefault(node_of(rank), [])
+        group.append(rank)
+        if len(group) == size:
+            full.append(begun.pop(node_of(rank)))
+    return full
 
 
 def _record(membership: Membership, left: set[int], ended: float) -> MembershipRecord:
