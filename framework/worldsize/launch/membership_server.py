@@ -37,6 +37,7 @@ class MembershipServer:
     ) -> None:
         self._block = block_of(members.roles)
         self._members, self._most, self._others = members, most * self._block, others
+        self._killed: list[Member] = []  # since they hung
         ranks = [self._rank(member) for member in members.current]
         node_of = others.node_of if others else lambda rank: 0
         first = tuple(ranks[: len(ranks) - spares])
@@ -52,13 +53,16 @@ class MembershipServer:
 
     def awaited(self) -> tuple[Sequence[Pipe], float | None]:
         """Kill the members that hang; return the pipes to wait for, and the seconds until the next one may hang."""
+        seconds = self._roster.seconds_left
         for rank in self._roster.late():
-            if (member := self._member(rank)) is not None and member.process.is_alive():
+            member = self._member(rank)
+            if member is not None and member not in self._killed and member.process.is_alive():
                 _logger.error("%s %d does not answer; going on without it", member.role, member.rank)
                 member.process.kill()
+                self._killed.append(member)
         pipes = [member.pipe for member in self._members.current if member.pipe is not None and not member.pipe.closed]
         returns = self._others.returns if self._others and not self._members.ended else []
-        return [*pipes, *returns], self._roster.seconds_left
+        return [*pipes, *returns], seconds or None  # 0: they have been killed, and their sentinels tell when they end
 
     def answer(self, ready: Pipe) -> None:
         """Read a message from one of these pipes."""
