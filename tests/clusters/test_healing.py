@@ -171,19 +171,16 @@ def test_a_host_that_is_cut_off_while_it_logs_writes_no_more(
 
 
 def test_ranks_that_share_layers_stay_on_one_host(launch: Any, reference_run: Any, tmp_path: Path) -> None:
-    """Rank 1 does not train with one of the other host's, but waits until 0 has been started again."""
-    faults = f"faults=[{{action: kill, rank: 0, step: 5}}, {SLOW}]"
-    process = launch("steps=60", "launcher.max_restarts=1", faults, model=SHARED, each=2)
+    """Rank 1, whose host has no other one left, waits, and does not train with one of the other host."""
+    process = launch("steps=20", "faults=[{action: kill, rank: 0, step: 5}]", model=SHARED, each=2)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     (path,) = tmp_path.rglob("run_manifest.json")
     (attempt,) = json.loads(path.read_text())["attempts"]
-    memberships = attempt["memberships"]
-    assert [each["members"] for each in memberships[:2]] == [[0, 1, 2, 3], [2, 3]], output
-    assert {*memberships[-1]["members"]} == {0, 1, 2, 3}, output
-    assert all(each["hosts"][::2] == each["hosts"][1::2] for each in memberships)
+    assert [each["members"] for each in attempt["memberships"]] == [[0, 1, 2, 3], [2, 3]], output
+    assert attempt["memberships"][0]["hosts"] == ["h1", "h1", "h2", "h2"]
     digest = json.loads((path.parent / "result.json").read_text())["state_digest"]
-    alone = reference_run(*SHARED, *ELASTIC, "cluster.processes=2", "steps=60")
+    alone = reference_run(*SHARED, *ELASTIC, "cluster.processes=2", "steps=20")
     assert digest == alone.json("result.json")["state_digest"]
 
 
