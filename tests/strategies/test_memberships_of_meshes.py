@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.strategies.memberships import worlds_in
 from tests.strategies.test_sharded_accumulation import batch
 from worldsize.collectives.gather_full import gather_full
-from worldsize.core import Cluster, Numerics, RunContext, Strategy, World
+from worldsize.core import Cluster, ConfigError, Numerics, RunContext, Strategy, World
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
@@ -106,6 +106,15 @@ def test_meshes_train_alike_in_each_membership(tmp_path: Path, strategy: Mesh, m
 def test_a_weight_that_three_stages_share_has_the_same_bits_sharded_or_not(tmp_path: Path) -> None:
     by_rank = trained_in_each(tmp_path, HEAL(reduce="ordered", pipeline=3, split=[2, 3]), THREES, Shared(depth=3))
     assert by_rank[0][0] == by_rank[0][1]
+
+
+@pytest.mark.parametrize("options", [{"on_failure": "heal"}, {"data": 2}])
+def test_two_stages_of_one_rank_may_not_share_a_weight_if_it_is_or_may_be_sharded(options: Any) -> None:
+    recipe, strategy = Shared(), Mesh(pipeline=2, schedule="interleaved")
+    model = recipe.model()
+    strategy.check_built(recipe, model, recipe.optimizer(model))
+    with pytest.raises(ConfigError, match="two stages of one rank share"):
+        replace(strategy, **options).check_built(recipe, model, recipe.optimizer(model))
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])

@@ -52,6 +52,8 @@ def passes(rank: int, ranks: int, *, stages: int, micro_batches: int) -> list[_A
 
 @final
 class _Uneven(_PipelineScheduleRuntime):
+    """Runs :func:`passes` in rounds of different sizes."""
+
     def __init__(self, stages: list[PipelineStage], micro_batches: int, **options: Any) -> None:
         super().__init__(stages, micro_batches, **options)  # type: ignore[no-untyped-call]
         ranks = stages[0].group_size

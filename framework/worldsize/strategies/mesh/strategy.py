@@ -25,6 +25,7 @@ from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.hook_trial import refuse_mixing_hooks
 from worldsize.strategies.mesh.cost import mesh_cost
 from worldsize.strategies.mesh.layout import Layout
+from worldsize.strategies.mesh.ownership import Ownership
 from worldsize.strategies.mesh.parallel import Sharding, check_divides, plan_of
 from worldsize.strategies.mesh.partition import check_pipelines, stages_of
 from worldsize.strategies.mesh.rank import Rank
@@ -112,7 +113,9 @@ class Mesh(Strategy):
         if self.tensor > 1:
             plan_of(recipe, model, ranks=self.tensor)
         if self.pipeline > 1:
-            stages_of(recipe, model, self._pipeline.stages, self.split)
+            stages = stages_of(recipe, model, self._pipeline.stages, self.split)
+            if self.on_failure == "heal" or (self.data or 1) > 1:
+                Ownership(model, stages, pipeline=self.pipeline, p=0).check_sharded_once()
 
     def healing(self) -> Strategy:
         return replace(self, data=None)
