@@ -16,20 +16,26 @@ from worldsize.testing.hosts import Hosts
 
 REPOSITORY = Path(__file__).parents[2]
 DIGITS = ("recipe=digits", "recipe.width=4", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
+LAYERS = ("recipe=stdlib_lm", "recipe.width=16", "recipe.depth=1", "recipe.heads=2", "recipe.context=16")
+SHARED = (*LAYERS, "recipe.test_bytes=2000", "log_every=1", "checkpoint.every=0", "strategy=mesh", "strategy.tensor=2")
 ELASTIC = ("reproducibility=elastic", "logical_ranks=8", "cluster.threads=1", "logger=none", "evaluate_every=50")
 SLOW = "{action: sleep, rank: null, step: null, seconds: 0.05, attempt: null}"
 
 
 @pytest.fixture
 def launch(four: Hosts, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path) -> Iterator[Any]:
-    """``launch("steps=30")`` starts a run that heals on four hosts, from the first."""
+    """``launch("steps=30")`` starts a run that heals on four hosts, from the first.
+
+    ``each``: processes of a host; with 2 there are two hosts.
+    """
     folder = tmp_path / "project"
     folder.mkdir()
 
-    def start(*options: str) -> subprocess.Popen[str]:
-        where = ("+cluster=ssh", "cluster.hosts=[h1,h2,h3,h4]", "cluster.processes_per_node=1")
+    def start(*options: str, model: tuple[str, ...] = DIGITS, each: int = 1) -> subprocess.Popen[str]:
+        hosts = ",".join(f"h{host + 1}" for host in range(4 // each))
+        where = ("+cluster=ssh", f"cluster.hosts=[{hosts}]", f"cluster.processes_per_node={each}")
         own = (f"cluster.ssh=[{','.join(four.ssh)}]", f"cluster.python={warm_python}", f"cluster.folder={folder}/%h")
-        words = (*DIGITS, *ELASTIC, "strategy.on_failure=heal", *where, *own, *options)
+        words = (*model, *ELASTIC, "strategy.on_failure=heal", *where, *own, *options)
         return subprocess.Popen(
             four.on(1, [str(warm_python), str(REPOSITORY / "train.py"), *words]),
             cwd=folder,
@@ -162,6 +168,20 @@ def test_a_host_that_is_cut_off_while_it_logs_writes_no_more(
     steps = [line["step"] for line in lines if line["event"] == "step"]
     assert steps == sorted(set(steps))
     assert digest == undisturbed("steps=120")
+
+
+def test_ranks_that_share_layers_stay_on_one_host(launch: Any, reference_run: Any, tmp_path: Path) -> None:
+    """Rank 1, whose host has no other one left, waits, and does not train with one of the other host."""
+    process = launch("steps=20", "faults=[{action: kill, rank: 0, step: 5}]", model=SHARED, each=2)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    (path,) = tmp_path.rglob("run_manifest.json")
+    (attempt,) = json.loads(path.read_text())["attempts"]
+    assert [each["members"] for each in attempt["memberships"]] == [[0, 1, 2, 3], [2, 3]], output
+    assert attempt["memberships"][0]["hosts"] == ["h1", "h1", "h2", "h2"]
+    digest = json.loads((path.parent / "result.json").read_text())["state_digest"]
+    alone = reference_run(*SHARED, *ELASTIC, "cluster.processes=2", "steps=20")
+    assert digest == alone.json("result.json")["state_digest"]
 
 
 def test_a_signal_saves_on_all_hosts(launch: Any, begun: Any, tmp_path: Path) -> None:

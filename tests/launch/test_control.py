@@ -263,6 +263,25 @@ def test_a_process_that_cannot_be_started_again_is_a_failure_of_its_own(
     assert members.lost == ([dead] if goes_on else [])
 
 
+@pytest.mark.parametrize(("together", "goes_on"), [(1, True), (2, False)])
+def test_a_gang_ends_if_no_host_has_enough_processes_for_those_that_must_be_on_one(
+    tmp_path: Path, together: int, goes_on: bool
+) -> None:
+    """Two hosts have two processes each, of which one has died on each."""
+    end = multiprocessing.get_context("fork").Event()
+    roles = {"worker": Role(4, restart="heal", min_processes=2, block=2, together=together)}
+    start = member(tmp_path, end)
+    members = Members(roles, start, max_restarts=0, terminal=None, node_of=lambda role, rank: rank // 2)
+    for rank in range(4):
+        members.add("worker", rank)
+    for dead in [members.current[1], members.current[2]]:
+        dead.process.kill()
+        dead.process.join()
+        members.note_end(dead)
+    assert members.must_end is not goes_on
+    members.kill()
+
+
 def test_a_fork_that_failed_leaves_signals_and_collection_as_they_were() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     frozen = gc.get_freeze_count()

@@ -21,6 +21,7 @@ from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, 
 from worldsize.launch.handshake import MessageSeal
 from worldsize.launch.mailbox import Mailbox
 from worldsize.launch.members import Member
+from worldsize.launch.node import Rendezvous
 from worldsize.launch.outpost import Outpost
 from worldsize.launch.remote import RemoteHosts
 from worldsize.world.heartbeat import Heartbeat
@@ -114,6 +115,18 @@ def signals_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an outpost run in a thread, where no handler of signals can be set."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(signal, "set_wakeup_fd", lambda *_: None)
+
+
+def test_those_that_join_later_are_dealt_to_the_hosts_in_groups_that_share_one(tmp_path: Path) -> None:
+    cluster = Cluster("ssh", nodes=2, processes=4, device="cpu", backend="gloo")
+    plan = Plan(tmp_path, cluster, {"worker": Role(4, restart="heal", block=2, together=2)}, {})
+    ours, theirs = connected()
+    hosts = RemoteHosts([RemoteAgent(1, "h2", ours)], plan, 1, tmp_path, SILENCE, None)
+    assert [hosts.node_of(rank) for rank in range(12)] == [0, 0, 1, 1] * 3
+    rendezvous = Rendezvous(tmp_path, 2, "", {})
+    assert [rendezvous.placement(plan, rank).local_rank for rank in range(12)] == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]
+    ours.close()
+    theirs.close()
 
 
 def started(pair: Pair, starts: int = 0) -> Member:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -16,13 +16,20 @@ from worldsize.world.membership import NEWCOMER, Membership
 class Processes:
     """Collects what each process is told, and gives the answers of one."""
 
-    def __init__(self, *ranks: int, patience: float = 60.0, block: int = 1) -> None:
+    def __init__(
+        self,
+        *ranks: int,
+        patience: float = 60.0,
+        block: int = 1,
+        together: int = 1,
+        nodes: Mapping[int, int] | None = None,
+    ) -> None:
         self.told: dict[int, list[Any]] = {}
 
         def tell(rank: int, message: Any) -> None:
             self.told.setdefault(rank, []).append(message)
 
-        self.roster = Roster(ranks, tell, patience, block)
+        self.roster = Roster(ranks, tell, patience, block, together, lambda rank: (nodes or {}).get(rank, 0))
 
     def stop(self, rank: int, step: int = NEWCOMER) -> None:
         self.roster.take(rank, {"stopped": self.roster.number, "step": step})
@@ -214,6 +221,69 @@ def pairs() -> Processes:
     for rank in (0, 2, 3, 4, 5):
         processes.stop(rank, 7)
     return processes
+
+
+@pytest.fixture
+def hosts() -> Processes:
+    """Two hosts of four processes, of which pairs share layers; those that come later are dealt in pairs, too."""
+    nodes = {rank: rank // 4 for rank in range(8)} | {8: 0, 9: 0, 10: 1, 11: 1}
+    processes = Processes(*range(8), block=2, together=2, nodes=nodes)
+    for rank in range(8):
+        processes.stop(rank)
+    return processes
+
+
+def test_those_that_share_layers_are_on_one_host(hosts: Processes) -> None:
+    assert hosts.membership.members == (0, 1, 2, 3, 4, 5, 6, 7)
+    hosts.roster.lose(0, "gone")
+    hosts.roster.lose(5, "gone, too")
+    for rank in (1, 2, 3, 4, 6, 7):
+        hosts.stop(rank, 7)
+    assert hosts.membership == Membership(2, (1, 2, 4, 6), (7,) * 4, {0: "gone", 5: "gone, too"}, waiting=(3, 7))
+    for rank in (3, 7):
+        hosts.stop(rank, 7)
+    hosts.settle()
+    assert not any(hosts.is_told_to_stop(rank) for rank in range(8))
+
+
+def test_one_that_joins_the_other_host_leaves_one_that_waits_alone(hosts: Processes) -> None:
+    """Each host has one that waits; only a process of its own host makes it half of a pair."""
+    hosts.roster.lose(0, "gone")
+    for rank in range(1, 8):
+        hosts.stop(rank, 7)
+    assert (hosts.membership.members, hosts.membership.waiting) == ((1, 2, 4, 5, 6, 7), (3,))
+    hosts.stop(3, 7)
+    hosts.settle()
+    hosts.stop(10)
+    assert not any(hosts.is_told_to_stop(rank) for rank in hosts.membership.members)
+    hosts.stop(8)
+    for rank in hosts.membership.members:
+        hosts.stop(rank, 9)
+    assert hosts.membership.members == (1, 2, 4, 5, 6, 7, 3, 8)
+
+
+def test_a_member_goes_on_before_newcomers_whose_pair_is_complete_earlier() -> None:
+    processes = Processes(0, 1, 2, 3, block=2, together=2, nodes={0: 0, 1: 0, 2: 1, 3: 1, 4: 0, 5: 0, 6: 1})
+    for rank in range(4):
+        processes.stop(rank)
+    for rank in (4, 5, 6):
+        processes.stop(rank)
+    processes.roster.lose(2, "gone")
+    for rank in (0, 1, 3):
+        processes.stop(rank, 5)
+    assert processes.membership.members == (0, 1, 3, 6)
+
+
+def test_a_block_of_several_pairs_may_span_hosts() -> None:
+    processes = Processes(*range(8), block=4, together=2, nodes={rank: rank // 4 for rank in range(8)})
+    for rank in range(8):
+        processes.stop(rank)
+    processes.roster.lose(1, "gone")
+    processes.roster.lose(2, "gone, too")
+    processes.roster.lose(4, "gone, too")
+    for rank in (0, 3, 5, 6, 7):
+        processes.stop(rank, 7)
+    assert (processes.membership.members, processes.membership.waiting) == ((0, 3, 5, 6), (7,))
 
 
 def test_those_that_are_too_many_for_whole_blocks_hand_over_what_they_keep_and_wait(pairs: Processes) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from tests.strategies.memberships import worlds_in
 from tests.strategies.test_sharded_accumulation import batch
 from worldsize.collectives.gather_full import gather_full
-from worldsize.core import Cluster, Numerics, Replica, RunContext, Strategy, World
+from worldsize.core import Cluster, ConfigError, Numerics, RunContext, Strategy, World
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
@@ -31,21 +32,32 @@ class Normed(Chain):
         return nn.Sequential(first, *(nn.Sequential(block, nn.BatchNorm1d(16)) for block in blocks), last)
 
 
+@dataclass(frozen=True)
+class Shared(Chain):
+    """A chain whose blocks share one weight, so that three stages add up its gradient."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        first, *others = [block.up for block in self.blocks(model) if isinstance(block.up, nn.Linear)]
+        for layer in others:
+            layer.weight = first.weight
+        return model
+
+
+HEAL = partial(Mesh, on_failure="heal")
 Memberships = tuple[tuple[int, ...], ...]
 PAIRS: Memberships = ((0, 1, 2, 3), (0, 2), (0, 2, 4, 1, 3, 5))
+THREES: Memberships = ((0, 1, 2), (0, 1, 2, 3, 4, 5))
 LOGICAL_RANKS = 7
+NORMED = Normed()
 CLUSTER = Cluster("test", 1, 6, "cpu", "gloo", timeout=60.0)
 
 
-def built(strategy: Strategy, world: World) -> Replica:
+def trained(strategy: Strategy, world: World, recipe: Chain = NORMED) -> tuple[str, list[float]]:
+    """Take two steps whose gradients are clipped; return the digest of the weights on the first rank, and the norms."""
     torch.manual_seed(3)
     context = RunContext(world, Numerics(clip_norm=0.1), logical_ranks=LOGICAL_RANKS)
-    return strategy.replica(Normed(), context)
-
-
-def trained(strategy: Strategy, world: World) -> tuple[str, list[float]]:
-    """Take two steps whose gradients are clipped; return the digest of the weights on the first rank, and the norms."""
-    replica, recipe = built(strategy, world), Normed()
+    replica = strategy.replica(recipe, context)
     part, parts = strategy.data_rank(world), strategy.data_parallel(Cluster("test", 1, world.size, "cpu", "gloo"))
     norms: list[Any] = []
     for _ in range(2):
@@ -54,13 +66,15 @@ def trained(strategy: Strategy, world: World) -> tuple[str, list[float]]:
     return state_digest(tensor_digests(gather_full(replica.state()["model"], world))), norms
 
 
-def trained_in_each(folder: Path, strategy: Mesh, memberships: Memberships) -> list[list[tuple[str, list[float]]]]:
+def trained_in_each(
+    folder: Path, strategy: Mesh, memberships: Memberships, recipe: Chain = NORMED
+) -> list[list[tuple[str, list[float]]]]:
     """Return, of each rank, what :func:`trained` returns in each membership that it belongs to."""
 
     def body(world: World) -> list[tuple[str, list[float]]]:
         results = []
         for place in worlds_in(memberships, world, CLUSTER, folder):
-            results.append(trained(strategy, place))
+            results.append(trained(strategy, place, recipe))
             gc.collect()
         return results
 
@@ -70,12 +84,14 @@ def trained_in_each(folder: Path, strategy: Mesh, memberships: Memberships) -> l
 @pytest.mark.parametrize(
     ("strategy", "memberships"),
     [
-        (Mesh(reduce="ordered", tensor=2, on_failure="heal"), PAIRS),
-        (Mesh(reduce="ordered", pipeline=2, on_failure="heal"), PAIRS),
-        (Mesh(reduce="ordered", pipeline=2, on_failure="heal", order=["tensor", "pipeline", "data"]), PAIRS),
-        (Mesh(reduce="ordered", tensor=2, pipeline=2, on_failure="heal"), ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7))),
+        (HEAL(reduce="ordered", tensor=2), PAIRS),
+        (HEAL(reduce="ordered", pipeline=2), PAIRS),
+        (HEAL(reduce="ordered", pipeline=2, order=["tensor", "pipeline", "data"]), PAIRS),
+        (HEAL(reduce="ordered", tensor=2, pipeline=2), ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7))),
+        (HEAL(reduce="ordered", pipeline=2, reshard_after_forward=True), PAIRS),
+        (HEAL(reduce="ordered", pipeline=3, schedule="interleaved"), THREES),
     ],
-    ids=["tensor", "pipeline", "pipeline first", "both"],
+    ids=["tensor", "pipeline", "pipeline first", "both", "gathered for each pass", "interleaved"],
 )
 def test_meshes_train_alike_in_each_membership(tmp_path: Path, strategy: Mesh, memberships: Memberships) -> None:
     by_rank = trained_in_each(tmp_path, strategy, memberships)
@@ -88,11 +104,37 @@ def test_meshes_train_alike_in_each_membership(tmp_path: Path, strategy: Mesh, m
         assert (digests[0], first) == (alone, norms)
 
 
+def test_a_weight_that_three_stages_share_has_the_same_bits_sharded_or_not(tmp_path: Path) -> None:
+    by_rank = trained_in_each(tmp_path, HEAL(reduce="ordered", pipeline=3, split=[2, 3]), THREES, Shared(depth=3))
+    assert by_rank[0][0] == by_rank[0][1]
+
+
+@pytest.mark.parametrize("options", [{"on_failure": "heal"}, {"data": 2}])
+def test_two_stages_of_one_rank_may_not_share_a_weight_if_it_is_or_may_be_sharded(options: Any) -> None:
+    recipe, strategy = Shared(), Mesh(pipeline=2, schedule="interleaved")
+    model = recipe.model()
+    strategy.check_built(recipe, model, recipe.optimizer(model))
+    with pytest.raises(ConfigError, match="two stages of one rank share"):
+        replace(strategy, **options).check_built(recipe, model, recipe.optimizer(model))
+
+
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_flat_sums_weigh_each_logical_rank_alike_where_parts_have_different_numbers(tmp_path: Path, axis: str) -> None:
     by_rank = trained_in_each(tmp_path, Mesh(on_failure="heal", **{axis: 2}), PAIRS)  # type: ignore[arg-type]
     ((_, alone),) = run_in_worlds(lambda world: trained(Single(), world), 1)
     assert all(norms == pytest.approx(alone, rel=1e-4) for results in by_rank for _, norms in results)
+
+
+def test_an_idle_pass_changes_neither_weights_nor_buffers() -> None:
+    """The second of two parts, which have 4 and 3 logical ranks, has no idle pass if 1F1B gathers each stage once."""
+
+    def body(world: World) -> list[tuple[str, list[float]]]:
+        gathered, interleaved = {"reshard_after_forward": True}, {"schedule": "interleaved"}
+        return [trained(HEAL(pipeline=2, **each), world) for each in ({}, gathered, interleaved)]
+
+    for without, gathered, interleaved in run_in_worlds(body, 4):
+        assert gathered == without
+        assert interleaved == without
 
 
 class Crossed(nn.Linear):
@@ -121,5 +163,5 @@ def test_messages_between_stages_may_have_any_strides() -> None:
         return float(result.grad_norm)
 
     (alone,) = run_in_worlds(lambda world: norm(Single(), world), 1)
-    staged = run_in_worlds(lambda world: norm(Mesh(pipeline=2, on_failure="heal"), world), 2)
+    staged = run_in_worlds(lambda world: norm(HEAL(pipeline=2), world), 2)
     assert staged == [pytest.approx(alone, rel=1e-5)] * 2

@@ -66,6 +66,10 @@ def test_ranks_are_counted_along_the_axes_from_the_innermost_to_the_outermost(or
             {"tensor": 4, "pipeline": 2, "order": SWAPPED},
             r"communicate between nodes. Set strategy.order=\[tensor, pip",
         ),
+        (
+            {"tensor": 2, "pipeline": 2, "order": ["data", "tensor", "pipeline"], "on_failure": "heal"},
+            r"on 2 nodes they would end up on different ones. Name tensor before data",
+        ),
     ],
     ids=str,
 )

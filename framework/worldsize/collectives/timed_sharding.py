@@ -8,6 +8,7 @@ which they happen.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, final
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from worldsize.collectives.step_timer import mark, wait
 
 _Size = Sequence[int | torch.SymInt]
+_UNLIMITED = timedelta()
 
 
 def time_sharding(model: nn.Module, device: torch.device, *, copies: bool) -> None:
@@ -69,6 +71,19 @@ class _TimedReduceScatter(ReduceScatter):
 def _begun(work: Work | None, *, async_op: bool) -> Work | None:
     """Return a collective that is to go on in the background; wait for any other."""
     if async_op:
-        return work
+        return _TimedWork(work)
     wait(work)
     return None
+
+
+@final
+class _TimedWork(Work):
+    """A collective in the background, whose wait is measured, too."""
+
+    def __init__(self, work: Work | None) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: timedelta = _UNLIMITED) -> bool:
+        wait(self._work)
+        return True

@@ -121,6 +121,8 @@ class Role:
     block: int = 1
     """Processes that together train one part of the data: those of a role that heals train in whole blocks of so many,
     and those that are too many wait."""
+    together: int = 1
+    """Processes of a block that must be on one host: a block consists of groups of so many, each of which is."""
 
 
 @dataclass(frozen=True)

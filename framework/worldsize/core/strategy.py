@@ -226,6 +226,10 @@ class Strategy(ABC):
         It is called before a process starts, with both on the meta device.
         """
 
+    def healing(self) -> Strategy:
+        """Return the strategy of a gang that goes on without its dead: one for any number of processes that live."""
+        return self
+
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
         """Return the axes of the device mesh by name: for each, disjoint groups of global ranks that communicate.
 

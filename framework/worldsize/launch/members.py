@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -102,7 +103,8 @@ class Members:
 
     ``start(role, rank, starts)`` starts a process that was started ``starts`` times before. If its role restarts
     individually, a failed process is restarted up to ``max_restarts`` times; then the run continues without it as long
-    as ``min_processes`` of its role are alive. In a role that heals it continues in the meantime, too.
+    as ``min_processes`` of its role are alive. In a role that heals it continues in the meantime, too. ``node_of``
+    returns the number of a process's host, given its role and its rank there.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Members:
         *,
         max_restarts: int,
         terminal: Terminal | None,
+        node_of: Callable[[str, int], int] = lambda role, rank: 0,
     ) -> None:
         self.roles = roles
         self.current: list[Member] = []  # without the lost ones
@@ -119,7 +122,7 @@ class Members:
         self.lost: list[Member] = []  # they have failed, and the run has continued
         self.leaving: list[Member] = []  # they were asked to leave a gang that heals
         self.terminal = terminal  # shows their output
-        self._start, self._max_restarts = start, max_restarts
+        self._start, self._max_restarts, self._node_of = start, max_restarts, node_of
 
     def add(self, role: str, rank: int) -> None:
         """Start a process, and show its output."""
@@ -193,9 +196,10 @@ class Members:
     def _replace(self, member: Member) -> None:
         """Restart a failed process, or continue without it; if neither is allowed, the gang fails."""
         role, starts = self.roles[member.role], _starts(self.lost, member.role, member.rank)
-        others = sum(each.role == member.role and each.process.is_alive() for each in self.current)
+        others = [each for each in self.alive() if each.role == member.role]
         least = 1 if role.restart == "heal" else role.processes
-        is_spare = others >= (least if role.min_processes is None else role.min_processes)
+        able = _in_groups([self._node_of(each.role, each.rank) for each in others], role.together)
+        is_spare = able >= (least if role.min_processes is None else role.min_processes)
         if role.restart == "heal" and not is_spare:
             return
         if starts < self._max_restarts:
@@ -222,6 +226,11 @@ class Members:
                 self.lost.remove(member)
                 self.current.append(member)
                 self.ended.append(member)
+
+
+def _in_groups(nodes: Sequence[int], together: int) -> int:
+    """Return how many of the processes on these nodes form groups of ``together``, each on one node."""
+    return sum(count // together * together for count in Counter(nodes).values())
 
 
 def _step(beat: Beat | None) -> int | None:

@@ -12,7 +12,7 @@ from worldsize.launch.members import Member, Members
 from worldsize.launch.remote import RemoteHosts
 from worldsize.launch.roster import Roster
 from worldsize.world.membership import Message, Pipe, receive, send
-from worldsize.world.roles import block_of, role_of, role_ranks
+from worldsize.world.roles import block_of, role_of, role_ranks, together_of
 
 _logger = logging.getLogger(__name__)
 
@@ -37,8 +37,11 @@ class MembershipServer:
     ) -> None:
         self._block = block_of(members.roles)
         self._members, self._most, self._others = members, most * self._block, others
+        self._killed: list[Member] = []  # since they hung
         ranks = [self._rank(member) for member in members.current]
-        self._roster = Roster(tuple(ranks[: len(ranks) - spares]), self._tell, patience, self._block)
+        node_of = others.node_of if others else lambda rank: 0
+        first = tuple(ranks[: len(ranks) - spares])
+        self._roster = Roster(first, self._tell, patience, self._block, together_of(members.roles), node_of)
 
     @property
     def records(self) -> Sequence[MembershipRecord]:
@@ -50,13 +53,16 @@ class MembershipServer:
 
     def awaited(self) -> tuple[Sequence[Pipe], float | None]:
         """Kill the members that hang; return the pipes to wait for, and the seconds until the next one may hang."""
+        seconds = self._roster.seconds_left
         for rank in self._roster.late():
-            if (member := self._member(rank)) is not None and member.process.is_alive():
+            member = self._member(rank)
+            if member is not None and member not in self._killed and member.process.is_alive():
                 _logger.error("%s %d does not answer; going on without it", member.role, member.rank)
                 member.process.kill()
+                self._killed.append(member)
         pipes = [member.pipe for member in self._members.current if member.pipe is not None and not member.pipe.closed]
         returns = self._others.returns if self._others and not self._members.ended else []
-        return [*pipes, *returns], self._roster.seconds_left
+        return [*pipes, *returns], seconds or None  # 0: they have been killed, and their sentinels tell when they end
 
     def answer(self, ready: Pipe) -> None:
         """Read a message from one of these pipes."""

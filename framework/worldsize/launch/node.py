@@ -31,7 +31,7 @@ from worldsize.world.interfaces import variables
 from worldsize.world.membership import MembershipChannel, Pipe
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
-from worldsize.world.roles import heals, role_of, role_ranks
+from worldsize.world.roles import heals, role_of, role_ranks, together_of
 from worldsize.world.scratch import private_folder
 
 _DETECTION = 5.0  # seconds within which this process notices that one that it has started is dead
@@ -59,7 +59,10 @@ class NodeLauncher(LaunchMethod):
             elsewhere = others.start(role, rank, starts) if others else None
             return elsewhere or start_process(plan, rendezvous, role, rank, starts)
 
-        members = Members(plan.roles, start, max_restarts=self.max_restarts, terminal=terminal)
+        def node_of(role: str, rank: int) -> int:
+            return others.node_of(role_ranks(plan.roles)[role].start + rank) if others else node.rank
+
+        members = Members(plan.roles, start, max_restarts=self.max_restarts, terminal=terminal, node_of=node_of)
         graces = Graces(self.grace, self.interrupt_grace, self.save_grace)
         first = node.rank * rendezvous.local_size
         own = range(first, first + rendezvous.local_size)
@@ -103,7 +106,9 @@ class Rendezvous:
         return Rendezvous(folder, plan.world_size, f"file://{folder}/store", network)
 
     def placement(self, plan: Plan, rank: int) -> Placement:
-        joined = self.local_size + (rank - plan.world_size) // plan.cluster.nodes  # later than those of the plan
+        together = together_of(plan.roles)
+        groups, place = divmod(rank - plan.world_size, together)  # of those that joined later than those of the plan
+        joined = self.local_size + groups // plan.cluster.nodes * together + place
         local = rank % self.local_size if rank < plan.world_size else joined
         beat = self.folder / f"beat_{rank}"
         return Placement(rank, plan.world_size, local, self.local_size, self.store, plan.attempt, beat, 0, self.address)

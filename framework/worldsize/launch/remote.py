@@ -21,7 +21,7 @@ from worldsize.launch.meeting import Door
 from worldsize.launch.members import Member
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.heartbeat import Beat, write_beat
-from worldsize.world.roles import role_ranks
+from worldsize.world.roles import role_ranks, together_of
 
 _logger = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ class RemoteHosts:
         if later < 0:
             return number // self._plan.cluster.processes_per_node
         there = [0, *(node for node in sorted(self._hosts) if not self._hosts[node].is_lost)]
-        return there[later % len(there)]
+        return there[later // together_of(self._plan.roles) % len(there)]
 
     def host_of(self, number: int) -> str:
         """Return the name of the host of the process with this global rank."""

@@ -24,18 +24,23 @@ class Roster:
 
     As many train as ``target`` says, as long as so many live, in whole blocks. Further processes that are ready wait as
     spares, and take the places of those that die. One that trained before hands over what it keeps of the state.
+    A block consists of groups of neighbours in the list of members, each on one host.
 
     Args:
         members: Global ranks of the processes that train, at first of those with which the gang begins.
         tell: Sends a message to a process, given its global rank.
         patience: Seconds that a member has to stop before it counts as hung.
         block: The number that train is a multiple of it.
+        together: The number of neighbours that are on one host; ``block`` is a multiple of it.
+        node_of: Returns the number of the host of a process, given its global rank.
     """
 
     members: tuple[int, ...]
     tell: Callable[[int, Message], None]
     patience: float
     block: int = 1
+    together: int = 1
+    node_of: Callable[[int], int] = lambda rank: 0
     number: int = 0
     """Number of the present membership, or of the last one; 0: none has begun."""
     records: list[MembershipRecord] = field(default_factory=list)
@@ -133,14 +138,17 @@ class Roster:
 
     def _next_members(self) -> tuple[int, ...]:
         """Return the members of the next membership: those that stay, then newcomers for the places that are free."""
-        staying = [rank for rank in self.members if rank not in self._leaving]
+        staying = {rank: None for rank in self.members if rank not in self._leaving}  # in this order
         newcomers = [rank for rank in self._stopped if rank not in self.members]
-        able = (*staying, *newcomers[: max(0, self.target - len(staying))])
-        return able[: len(able) // self.block * self.block]
+        able = _groups([*staying, *newcomers], self.together, self.node_of)
+        able.sort(key=lambda group: group[0] not in staying)  # a group of newcomers may be complete before another
+        most = max(self.target, len(staying)) // self.block * self.block
+        members = [rank for group in able for rank in group][:most]
+        return tuple(members[: len(members) // self.block * self.block])
 
     def _change(self) -> None:
         """End the membership if somebody waits to join or to leave and all members have trained; begin the next one."""
-        if self._next_members() != self.members and all(self._begun.get(rank) for rank in self.members):
+        if all(self._begun.get(rank) for rank in self.members) and self._next_members() != self.members:
             self._end()
         self._form()
 
@@ -179,6 +187,17 @@ class Roster:
         self._stopped = {rank: step for rank, step in self._stopped.items() if rank in spares}
         self.members, self._running, self._lost = members, [*members, *waiting], {}
         self._begun.clear()
+
+
+def _groups(ranks: Sequence[int], size: int, node_of: Callable[[int], int]) -> list[list[int]]:
+    """Return groups of ``size`` of these ranks, each on one host, in the order in which they are full."""
+    full, begun = list[list[int]](), dict[int, list[int]]()
+    for rank in ranks:
+        group = begun.setdefault(node_of(rank), [])
+        group.append(rank)
+        if len(group) == size:
+            full.append(begun.pop(node_of(rank)))
+    return full
 
 
 def _record(membership: Membership, left: set[int], ended: float) -> MembershipRecord:

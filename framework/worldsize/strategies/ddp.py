@@ -173,14 +173,14 @@ class DDP(Strategy):
         return compressed_reducer(self.reduce, compression, module, world, seed=context.seed)
 
 
-def worker_roles(cluster: Cluster, on_failure: OnFailure, block: int = 1) -> Mapping[str, Role]:
+def worker_roles(cluster: Cluster, on_failure: OnFailure, block: int = 1, together: int = 1) -> Mapping[str, Role]:
     """Return the processes of a strategy in which all train, and which may go on without those that die.
 
-    ``block``: those that train one part of the data together.
+    ``block``: those that train one part of the data together; ``together``: those of them that must be on one host.
     """
     if on_failure == "heal":
         least = cluster.min_processes if block == 1 else -(-(cluster.min_processes or 1) // block) * block
-        return {"worker": Role(cluster.processes, restart="heal", min_processes=least, block=block)}
+        return {"worker": Role(cluster.processes, restart="heal", min_processes=least, block=block, together=together)}
     return {"worker": Role(processes=cluster.processes)}
 
 

@@ -63,7 +63,8 @@ class HealingMember:
         listeners: list[Listener],
         preemption: Preemption,
     ) -> None:
-        self._settings, self._run, self._placement, self._channel = settings, run, placement, channel
+        self._settings = replace(settings, strategy=settings.strategy.healing())
+        self._run, self._placement, self._channel = run, placement, channel
         self._listeners, self._preemption = listeners, preemption
         self._replica: Replica | None = None  # with the state of the last step that this process has completed
         timeout = timedelta(seconds=settings.cluster.timeout)

@@ -26,6 +26,11 @@ def block_of(roles: Mapping[str, Role]) -> int:
     return max(role.block for role in roles.values())
 
 
+def together_of(roles: Mapping[str, Role]) -> int:
+    """Return how many processes of a block must be on one host."""
+    return max(role.together for role in roles.values())
+
+
 def role_of(global_rank: int, roles: Mapping[str, Role]) -> tuple[str, int]:
     """Return the role of a process and its rank in that role.
 

@@ -19,24 +19,30 @@ from torch.distributed import ProcessGroup, Work
 from worldsize.collectives.step_timer import wait
 
 
-def neighbours(pipeline: int) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of ranks of a pipeline of which the first one sends to the second, forward and backward."""
-    for rank in range(pipeline - 1):
-        yield rank, rank + 1
-        yield rank + 1, rank
+def neighbours(pipeline: int, *, is_ring: bool) -> Iterator[tuple[int, int]]:
+    """Yield the pairs of ranks of a pipeline of which the first one sends to the second, forward and backward.
+
+    ``is_ring``: the stage after the last rank's is on the first rank again.
+    """
+    for rank in range(pipeline if is_ring and pipeline > 2 else pipeline - 1):
+        yield rank, (rank + 1) % pipeline
+        yield (rank + 1) % pipeline, rank
 
 
 @final
 @dataclass(frozen=True)
 class Edges:
-    """Messages of pipeline rank ``rank``; ``groups``: by the ranks that send and receive, the group of the two."""
+    """Messages of pipeline rank ``rank``; ``groups``: by the ranks that send and receive, a group of the two.
+
+    Both ranks must start the messages of a group in the same order.
+    """
 
     rank: int
     groups: Mapping[tuple[int, int], ProcessGroup]
 
     def start(self, tensor: Tensor, source: int, target: int) -> Work:
         """Start to send ``tensor``, of any shape, if this is rank ``source``, or to fill it if it is ``target``."""
-        first = 0 if source < target else 1
+        first = 0 if source < target else 1  # the ranks of a group are in ascending order
         work = dist.broadcast(tensor, group=self.groups[source, target], group_src=first, async_op=True)
         assert work is not None
         return work

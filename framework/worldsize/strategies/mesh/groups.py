@@ -48,11 +48,14 @@ class MeshGroups:
             self._bound(along(mesh, axis).get_group())
         return mesh
 
-    def edges(self) -> Edges | None:
-        """Make the groups in which neighbour stages send each other messages; None: other messages are as good."""
+    def edges(self, *, is_ring: bool) -> Edges | None:
+        """Make the groups in which neighbour stages send each other messages; None: other messages are as good.
+
+        ``is_ring``: ranks have several stages, so that the last one sends to the first one, too.
+        """
         if not (self.interruptible and dist.get_backend() == "gloo"):
             return None
-        groups = {pair: self.of(sorted(pair)) for pair in neighbours(self.layout.pipeline)}
+        groups = {pair: self.of(sorted(pair)) for pair in neighbours(self.layout.pipeline, is_ring=is_ring)}
         return Edges(self.coordinate["pipeline"], {pair: each for pair, each in groups.items() if each is not None})
 
     def of(self, ranks: Sequence[int]) -> ProcessGroup | None:

@@ -48,6 +48,11 @@ class Layout:
             stride *= sizes[axis]
         return strides
 
+    @property
+    def together(self) -> int:
+        """Number of consecutive ranks that have all ranks which share a layer: these belong on one node."""
+        return self.strides["tensor"] * self.tensor if self.tensor > 1 else 1
+
     def rank(self, p: int, d: int, t: int) -> int:
         """Return the rank with the coordinate (p, d, t) on the axes pipeline, data and tensor."""
         strides = self.strides
@@ -84,8 +89,8 @@ def check_order(order: Sequence[str]) -> None:
 
 def check_tensor(layout: Layout, cluster: Cluster) -> None:
     """Raise ConfigError if ranks that share layers are on different nodes."""
-    block = layout.strides["tensor"] * layout.tensor
-    if layout.tensor == 1 or cluster.processes_per_node % block == 0:
+    block = layout.together
+    if cluster.processes_per_node % block == 0:
         return
     fact = f"strategy.tensor={layout.tensor} does not divide"
     remedy = "Set strategy.tensor to a divisor of them."
@@ -96,6 +101,17 @@ def check_tensor(layout: Layout, cluster: Cluster) -> None:
         f"{fact} the {cluster.processes_per_node} processes of a node, and ranks that share layers would communicate "
         f"between nodes. {remedy}"
     )
+
+
+def check_heals(layout: Layout, cluster: Cluster) -> None:
+    """Raise ConfigError if ranks that share layers would end up on different nodes when others are lost."""
+    is_fixed = layout.order.index("tensor") < layout.order.index("data")
+    if cluster.nodes > 1 and layout.tensor > 1 and not is_fixed:
+        raise ConfigError(
+            f"strategy.on_failure=heal: with strategy.order=[{', '.join(layout.order)}] the ranks that share layers "
+            "are as far apart as there are parts of the data, which change when one dies: on "
+            f"{cluster.nodes} nodes they would end up on different ones. Name tensor before data in strategy.order."
+        )
 
 
 def axis_of(name: str) -> str:

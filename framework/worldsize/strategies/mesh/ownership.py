@@ -72,7 +72,8 @@ class Ownership:
             if len(self.ranks[name]) < len(self.stages[name]):
                 raise ConfigError(
                     f"two stages of one rank share {name}, which can be sharded only once. "
-                    "Set strategy.schedule=1f1b, another strategy.split, or strategy.data=1."
+                    "Set strategy.schedule=1f1b, another strategy.split, or strategy.data=1 with "
+                    "strategy.on_failure=restart."
                 )
 
     def tied(self) -> dict[tuple[int, ...], list[str]]:

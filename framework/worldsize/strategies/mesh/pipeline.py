@@ -14,14 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
+from worldsize.collectives.ordered import reduce_ordered
 from worldsize.collectives.per_rank import local
+from worldsize.collectives.staged import finished
 from worldsize.collectives.step_timer import phase, wait
 from worldsize.core import Batch, MicroBatch
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord, differentiable, step_metrics
 from worldsize.strategies.mesh.edges import Edges
+from worldsize.strategies.mesh.interleaved import interleaved
 from worldsize.strategies.mesh.norm import MeshNorm, WholeNorm
 from worldsize.strategies.mesh.passing import Passing
 from worldsize.strategies.mesh.schedule import Kind
@@ -32,7 +35,7 @@ from worldsize.strategies.mesh.timing import TimedStage
 _SCHEDULES: Mapping[str, Any] = {
     "gpipe": ScheduleGPipe,  # Huang et al. 2018, arXiv 1811.06965
     "1f1b": Schedule1F1B,  # Narayanan et al. 2019 (PipeDream), arXiv 1806.03377
-    "interleaved": ScheduleInterleaved1F1B,  # Narayanan et al. 2021, arXiv 2104.04473
+    "interleaved": interleaved,  # Narayanan et al. 2021, arXiv 2104.04473
 }
 
 
@@ -75,43 +78,45 @@ class Pipeline(GradientReducer):
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         """Run the schedule. ``backward`` is not called, since the stages run their own backward passes."""
         count = len(batches)
-        order = self.parts.order(count)
+        order, idle = self.parts.order(count), self.parts.idle(count)
         for stage in self.stages:
-            stage.begin([batches[place] for place in order])
+            stage.begin([batches[place] for place in (*[0] * idle, *order)])
         if count not in self._schedules:
-            self._schedules = {count: self._scheduled(count)}
-        numbers = torch.arange(count)
+            self._schedules = {count: self._scheduled(count, idle)}
+        numbers = torch.arange(idle + count)
         args = (numbers,) if self.stages[0].index == 0 else ()
         target = numbers if self.is_last else None
         with ExitStack() as steps:
             for stage in self.stages:
+                assert stage.sums is not None
                 steps.enter_context(stage.sums.step(count))
             with phase("communication"):  # between the passes of its stages, a schedule waits for their neighbours
                 self._schedules[count].step(*args, number=numbers, target=target, return_outputs=False)
         with phase("communication"):
             self._agree()
-            losses = dict(zip(order, self._shared_losses(count), strict=True))
+            losses = dict(zip(order, self._shared_losses(range(idle, idle + count)), strict=True))
         return [losses[place] for place in range(count)]
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         return self.norm.clip(parameters, limit)
 
-    def _scheduled(self, count: int) -> Any:
+    def _scheduled(self, count: int, idle: int) -> Any:
+        """Return the schedule of ``count`` micro-batches, after ``idle`` passes that count for nothing."""
         stages = [
             TimedStage(stage, stage.index, self.total, self.device, group=self.group, edges=self.edges)
             for stage in self.stages
         ]
         given: Any = stages if self.kind == "interleaved" else stages[0]
         # 1F1B needs as many as there are stages; a part of the data may have less, when others have joined
-        kind = "gpipe" if self.kind == "1f1b" and count < self.total else self.kind
+        kind = "gpipe" if self.kind == "1f1b" and idle + count < self.total else self.kind
         divisor = self.parts.divisor(count)
 
         def loss(output: Tensor, number: Tensor) -> Tensor:
             with phase("compute"):
                 loss, self._records[int(number)] = differentiable(self.stages[-1].loss(output, number))
-                return loss / divisor
+                return loss / divisor * 0 if int(number) < idle else loss / divisor
 
-        return _SCHEDULES[kind](given, count, loss_fn=loss, scale_grads=False)
+        return _SCHEDULES[kind](given, idle + count, loss_fn=loss, scale_grads=False)
 
     def _agree(self) -> None:
         """Sum the gradients of tied parameters over their stages, and average buffers over data-parallel ranks."""
@@ -119,10 +124,18 @@ class Pipeline(GradientReducer):
             for parameter in tied.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                wait(dist.all_reduce(local(parameter.grad), group=tied.group, async_op=True))
+                self._sum(local(parameter.grad), tied.group)
         for buffer in self._statistics():
             wait(dist.all_reduce(buffer, group=self.parts.group, async_op=True))
             buffer /= self.parts.group.size()
+
+    def _sum(self, gradient: Tensor, group: ProcessGroup) -> None:
+        """Replace a gradient, of any shape, by its sum over the ranks of ``group``."""
+        if self.parts.reduce != "ordered":
+            wait(dist.all_reduce(gradient, group=group, async_op=True))
+        elif gradient.numel() > 0:  # a part of the data may have no shard of a small parameter
+            # an all-reduce adds in an order that depends on the place of a number in the tensor, thus on its shards
+            gradient.copy_(finished(reduce_ordered([gradient.flatten()], group)).view_as(gradient))
 
     def _statistics(self) -> list[Tensor]:
         if self.parts.group.size() == 1 or self.parts.reduce == "ordered":  # whose sums average buffers, too
@@ -130,11 +143,11 @@ class Pipeline(GradientReducer):
         kept = [(stage.state_dict(keep_vars=True).keys(), stage.named_buffers()) for stage in self.stages]
         return [own for keys, buffers in kept for name, own in buffers if name in keys and own.is_floating_point()]
 
-    def _shared_losses(self, count: int) -> list[LossRecord]:
-        """Return the last stage's records of the losses on every rank."""
-        records = [self._records[number] for number in range(count)] if self.is_last else []
+    def _shared_losses(self, numbers: range) -> list[LossRecord]:
+        """Return the last stage's records of the losses of these passes on every rank."""
+        records = [self._records[number] for number in numbers] if self.is_last else []
         is_weighted, names = self._form = self._form or self._agreed_form(records)
-        table_bkm = torch.zeros(count, 2, 1 + len(names), dtype=torch.float64, device=self.device)
+        table_bkm = torch.zeros(len(numbers), 2, 1 + len(names), dtype=torch.float64, device=self.device)
         if self.is_last:
             metrics = step_metrics(records, names)
             for number, record in enumerate(records):

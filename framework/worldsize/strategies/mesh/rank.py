@@ -109,7 +109,7 @@ class Rank:
         full_state, data = self._full_state(model), self._data(mesh)
         chain = stages_of(self.recipe, model, self.schedule.stages, self.schedule.split)
         owned = Ownership(model, chain, pipeline=self.layout.pipeline, p=self._p)
-        if self.layout.data > 1:
+        if self.layout.data > 1 or self.sharding.interruptible:  # there may be more parts of the data later
             owned.check_sharded_once()
         mine = [
             self._stage(chain[index], index) for index in range(self._p, self.schedule.stages, self.layout.pipeline)
@@ -120,7 +120,9 @@ class Rank:
             stage.to(self.context.world.device)
             stage.listen()
         owned.leave_others()
-        parts = DataParts(along(mesh, "data").get_group(), self.reduce, self._logical_ranks)
+        is_ring = len(mine) > 1
+        equal_passes = is_ring or self.sharding.reshard_after_forward  # else a step gathers each stage once
+        parts = DataParts(along(mesh, "data").get_group(), self.reduce, self._logical_ranks, equal_passes)
         for stage in mine:
             stage.sums = parts.sums(stage)
         pipeline = Pipeline(
@@ -132,7 +134,7 @@ class Rank:
             kind=self.schedule.kind,
             tied=self._tied(owned),
             norm=self._norm(mesh, owned.spare()),
-            edges=self._groups.edges(),
+            edges=self._groups.edges(is_ring=is_ring),
         )
         inner = SynchronousReplica(
             self.recipe,

@@ -48,16 +48,8 @@ class PipelineSchedule:
 
     def check_micro_batches(self, count: int) -> None:
         """Raise ConfigError if a step of ``count`` micro-batches in each part of the data cannot be computed."""
-        if self.ranks == 1:
-            return
-        if self.kind == "1f1b" and count < self.ranks:
+        if self.ranks > 1 and self.kind == "1f1b" and count < self.ranks:
             raise ConfigError(
                 f"{count} micro-batches a data part are fewer than strategy.pipeline={self.ranks}. "
                 f"Set logical_ranks to {self.ranks} × strategy.data or more, or strategy.schedule=gpipe."
-            )
-        rounds = max(1, count // self.ranks)
-        if self.kind == "interleaved" and count % rounds:
-            raise ConfigError(
-                f"{count} micro-batches a data part do not divide into {rounds} rounds of an interleaved pipeline. "
-                f"Set logical_ranks to a multiple of {self.ranks} × strategy.data."
             )

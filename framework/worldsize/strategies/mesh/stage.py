@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from worldsize.core import Batch, ConfigError, Loss, MicroBatch, Precision, Recipe
 from worldsize.reproducibility.seeds import seed_generators, stream
-from worldsize.strategies.mesh.sums import FlatSums, StageSums
+from worldsize.strategies.mesh.sums import StageSums
 from worldsize.strategies.model_replica import autocast
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -49,7 +49,7 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.index = index
         self._recipe, self._device, self._precision = recipe, device, precision
-        self.sums: StageSums = FlatSums()
+        self.sums: StageSums | None = None  # once it is divided
         self._batches: Sequence[MicroBatch] = ()
         self._inputs: tuple[Any, ...] | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, final
 
 from worldsize.core import (
@@ -25,7 +25,8 @@ from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.hook_trial import refuse_mixing_hooks
 from worldsize.strategies.mesh.cost import mesh_cost
-from worldsize.strategies.mesh.layout import ORDER, Layout, check_order, check_tensor
+from worldsize.strategies.mesh.layout import ORDER, Layout, check_heals, check_order, check_tensor
+from worldsize.strategies.mesh.ownership import Ownership
 from worldsize.strategies.mesh.parallel import Sharding, check_divides, plan_of
 from worldsize.strategies.mesh.partition import check_pipelines, stages_of
 from worldsize.strategies.mesh.rank import Rank
@@ -54,7 +55,8 @@ class Mesh(Strategy):
     (None: 2 × pipeline). ``reshard_after_forward`` as in FSDP (None: unless there is a pipeline, which would gather for
     each micro-batch). ``reduce="ordered"`` gives the same bits for any number of data-parallel parts, as long as
     ``tensor`` stays. ``on_failure="heal"``: the others go on without a dead process, in as many data-parallel parts as
-    they are enough for, from copies of its shards in the memory of peers; those that are too many wait.
+    they are enough for (``data`` is the number with which they begin), from copies of its shards in the memory of
+    peers; those that are too many wait.
     """
 
     averages_weights = True
@@ -80,27 +82,7 @@ class Mesh(Strategy):
         if self.reduce == "hierarchical":
             raise ConfigError(f"strategy.reduce={self.reduce}: a mesh sums along its axes. Set strategy.reduce=flat.")
         check_order(self.order)
-        if self.on_failure == "heal":
-            self._check_heals()
         _ = self._pipeline  # incompatible options are an error here, before any process starts
-
-    def _check_heals(self) -> None:
-        if self.data is not None:
-            raise ConfigError(
-                f"strategy.on_failure=heal: strategy.data={self.data} cannot stay when processes die or join. Set "
-                "strategy.data=null: it follows from the number of processes."
-            )
-        if self.pipeline > 1 and self.schedule == "interleaved":
-            raise ConfigError(
-                "strategy.on_failure=heal: strategy.schedule=interleaved takes only certain numbers of micro-batches, "
-                "and those of a part of the data change. Set strategy.schedule=1f1b or gpipe."
-            )
-
-        if self.pipeline > 1 and self.reshard_after_forward:
-            raise ConfigError(
-                "strategy.on_failure=heal: strategy.reshard_after_forward=true gathers a stage for each micro-batch, "
-                "of which parts of the data may have different numbers. Set strategy.reshard_after_forward=null."
-            )
 
     @property
     def _pipeline(self) -> PipelineSchedule:
@@ -136,7 +118,12 @@ class Mesh(Strategy):
         if self.tensor > 1:
             plan_of(recipe, model, ranks=self.tensor)
         if self.pipeline > 1:
-            stages_of(recipe, model, self._pipeline.stages, self.split)
+            stages = stages_of(recipe, model, self._pipeline.stages, self.split)
+            if self.on_failure == "heal" or (self.data or 1) > 1:
+                Ownership(model, stages, pipeline=self.pipeline, p=0).check_sharded_once()
+
+    def healing(self) -> Strategy:
+        return replace(self, data=None)
 
     def layout(self, processes: int) -> Layout:
         """Return the mesh of ``processes`` processes.
@@ -155,14 +142,11 @@ class Mesh(Strategy):
         return Layout(self.pipeline, data, self.tensor, tuple(self.order))
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
-        check_tensor(self.layout(cluster.processes), cluster)
-        if self.on_failure == "heal" and cluster.nodes > 1 and self.tensor > 1:
-            raise ConfigError(
-                f"strategy.on_failure=heal: on {cluster.nodes} nodes, the strategy.tensor={self.tensor} ranks that "
-                "share layers would be on different nodes when one of them has died. Set strategy.tensor=1, or "
-                "strategy.on_failure=restart."
-            )
-        return worker_roles(cluster, self.on_failure, self.tensor * self.pipeline)
+        layout = self.layout(cluster.processes)
+        check_tensor(layout, cluster)
+        if self.on_failure == "heal":
+            check_heals(layout, cluster)
+        return worker_roles(cluster, self.on_failure, self.tensor * self.pipeline, layout.together)
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         layout, count = self.layout(cluster.processes), work.micro_batches or self.default_micro_batches

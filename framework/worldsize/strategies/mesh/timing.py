@@ -55,6 +55,7 @@ class TimedStage(PipelineStage):
 
     def __init__(self, stage: Stage, *args: Any, edges: Edges | None, **kwargs: Any) -> None:
         super().__init__(stage, *args, **kwargs)
+        assert stage.sums is not None
         self._sums, self._edges = stage.sums, edges
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
