@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Train
+from tests.observe.run_folders import write_run
+from worldsize.observe.report.hangs import hangs
 from worldsize.observe.report.page import page
+from worldsize.observe.report.read import read_run
 from worldsize.records.flight import collectives_file, flight_file, hang_report, hung_processes
 from worldsize.worker.flight import hangs_watched
 
@@ -89,10 +92,10 @@ def test_files_that_are_damaged_or_hostile_are_left_out_or_escaped(tmp_path: Pat
     assert [each.rank for each in hung_processes(tmp_path)] == [0] * bool(told)
 
 
-def test_what_an_earlier_attempt_wrote_is_kept_and_not_taken_for_the_present(tmp_path: Path) -> None:
-    """An attempt in which a process asks the others to write what they do."""
+def test_what_an_earlier_process_wrote_is_kept_and_not_taken_for_the_present(tmp_path: Path) -> None:
+    """The second and the third process are of one attempt, in which a process may be started again."""
     log = tmp_path / "worker_00003.log"
-    for attempt in (1, 2, 3):
+    for attempt in (1, 2, 2, 3):
         asked = tmp_path / f"hang_{attempt}"
         collectives_file(log).write_text('{"0": [3, 3]}')
         with hangs_watched(log, asked, attempt=attempt, timeout=2.0):
@@ -103,7 +106,14 @@ def test_what_an_earlier_attempt_wrote_is_kept_and_not_taken_for_the_present(tmp
                 while not flight_file(log).exists():
                     threading.Event().wait(0.02)
     assert hang_report([log]) == ""
-    assert [(each.attempt, each.rank, each.waits) for each in hung_processes(tmp_path)] == [
-        (1, 3, False),
-        (2, 3, False),
-    ]
+    written = [(each.attempt, each.rank, each.waits) for each in hung_processes(tmp_path)]
+    assert written == [(1, 3, False), (2, 3, False), (2, 3, False)]
+
+
+def test_two_processes_of_a_rank_that_did_the_same_are_one_row_of_the_report(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    (run / "logs").mkdir(exist_ok=True)
+    for suffix, rank in (("", 1), ("_before_1", 1), ("", 2)):
+        (run / "logs" / f"worker_{rank:05d}.flight{suffix}.json").write_text('{"attempt": 2}')
+    (hang,) = hangs(read_run(run))
+    assert [row.who for row in hang.rows] == ["worker ranks 1-2"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, final
 
@@ -40,9 +41,17 @@ def _are_counts(*values: Any) -> bool:
     return all(isinstance(each, int) for each in values)
 
 
-def earlier_flight_file(log: Path, attempt: int) -> Path:
-    """Return where the file of an earlier attempt goes when ``attempt`` begins."""
-    return log.with_suffix(f".flight_before_{attempt}.json")
+def keep_flight_file(log: Path) -> None:
+    """Give the file of an earlier process with this ``log``, if there is one, a name that no other file has.
+
+    That process may be one of the same attempt: one whose role restarts alone, or whose place a newcomer takes.
+
+    Raises:
+        OSError: the folder is gone, or cannot be written.
+    """
+    if (path := flight_file(log)).exists():
+        kept = (log.with_suffix(f".flight_before_{number}.json") for number in count(1))
+        path.rename(next(each for each in kept if not each.exists()))
 
 
 def hang_report(logs: Sequence[Path]) -> str:

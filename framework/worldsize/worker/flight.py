@@ -15,7 +15,7 @@ from typing import Any, final
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from worldsize.records.flight import collectives_file, earlier_flight_file, flight_file
+from worldsize.records.flight import collectives_file, flight_file, keep_flight_file
 
 _SHARE = 0.6  # of the time-out after which a collective counts as hung
 _POLLS = 20  # in the time of a time-out
@@ -41,8 +41,8 @@ def hangs_watched(
         timeout: Time after which a collective fails, in seconds.
         counts: Whether to leave the numbers of its collectives beside its ``log`` at the end.
     """
-    with suppress(OSError):  # of an earlier attempt; there is none, or its folder is gone
-        flight_file(log).replace(earlier_flight_file(log, attempt))
+    with suppress(OSError):  # the folder is gone, or the disk is full
+        keep_flight_file(log)
     with suppress(OSError):
         collectives_file(log).unlink()
     watch = _Watch(log, asked, attempt, timeout, counts=counts)
@@ -60,7 +60,7 @@ class _Watch(threading.Thread):
         super().__init__(name="hang watch", daemon=True)
         self.ended = threading.Event()
         self._path, self._asked = flight_file(log), asked
-        self._heeds = not asked.exists()  # else others asked before it came, in a gang that has healed since
+        self._asked_before = self._asked_at()  # others of the attempt may have asked before this process came
         self._attempt, self._timeout = attempt, timeout
         self._since = 0  # time in ns at which the process has joined its gang
         self._counted = collectives_file(log) if counts else None
@@ -90,11 +90,19 @@ class _Watch(threading.Thread):
                 waiting = [each for each in entries if not each["retired"] and each["time_created_ns"] > self._since]
                 oldest = min((each["time_created_ns"] for each in waiting), default=time.time_ns())
                 hangs = time.time_ns() - oldest > _SHARE * self._timeout * 1e9
-                if hangs or (self._heeds and self._asked.exists()):
+                is_asked = self._asked_at() != self._asked_before
+                if hangs and not is_asked:
                     self._asked.touch()
+                if hangs or is_asked:
                     self._path.write_text(json.dumps(self._record(entries, waiting)))
                     self.count()  # it may be killed while it hangs
                     return
+
+    def _asked_at(self) -> int:
+        """Return the time in ns at which a process has asked the others last; 0: none has."""
+        with suppress(OSError):
+            return self._asked.stat().st_mtime_ns
+        return 0
 
     def _record(self, entries: Sequence[Mapping[str, Any]], waiting: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         frames = sys._current_frames()
