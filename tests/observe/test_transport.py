@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,9 +69,9 @@ def test_sockets_of_one_host_are_noticed_where_the_first_process_has_a_fabric(tm
     cluster = Cluster("slurm", 2, 3, "cpu", "nccl", hca="mlx5")
 
     def body(world: World) -> Transport:
-        log = tmp_path / f"nccl_{socket.gethostname()}_{os.getpid()}.log"
+        log = tmp_path / f"{world.rank}.log"
         log.write_text(ETHERNET if world.rank == 2 else FABRIC)
-        return audit(world, cluster, {}, tmp_path)
+        return audit(world, cluster, {}, log)
 
     first, _, last = run_in_worlds(body, 3)
     assert first["transports"] == ["ib", "nvlink"]
