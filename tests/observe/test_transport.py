@@ -22,7 +22,7 @@ from worldsize.core import (
     TransportFellBack,
     World,
 )
-from worldsize.observe.events import EventLog, is_event
+from worldsize.observe.events import EventLog, alert_for, is_event
 from worldsize.observe.nccl_log import parse_nccl
 from worldsize.observe.report.timeline import describe_event
 from worldsize.observe.transport import Transport, audit, connections_of, transport_warning
@@ -112,6 +112,9 @@ def test_every_event_that_is_written_is_described_in_words(tmp_path: Path, event
     text = describe_event(json.loads((tmp_path / "events.jsonl").read_text()))
     assert words in text
     assert not any(mark in text for mark in ("None", "{", "["))
+    alert = alert_for(event)
+    assert (alert is None) == isinstance(event, DataWorkersChanged | SaveIntervalChanged)
+    assert alert is None or not any(mark in f"{alert.title}: {alert.text}" for mark in ("None", "{", "["))
 
 
 def test_the_manifest_records_the_transport(train: Any) -> None:

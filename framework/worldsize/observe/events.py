@@ -1,4 +1,4 @@
-"""Writes ``events.jsonl``: the events of a run other than steps, one per line."""
+"""Writes ``events.jsonl``, the events of a run other than steps, one per line; and tells which of them are alerts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -87,6 +87,48 @@ class EventLog:
         line = {"event": name, "time": time.time(), **facts}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+@final
+@dataclass(frozen=True)
+class Alert:
+    """An event that a person should see soon, in words.
+
+    Attributes:
+        key: What it is about, such as "slow_rank.3" or "node_alert.0.disk": later alerts with the same key replace it.
+        title: The same in a few words.
+        text: What has happened, and if it is known why, in one line.
+        step: The step at which it was noticed; None: it is of no step.
+        is_error: Whether something has failed.
+    """
+
+    key: str
+    title: str
+    text: str
+    step: int | None = None
+    is_error: bool = False
+
+
+def alert_for(event: Event) -> Alert | None:
+    """Return the alert that loggers send for an event; None: the event is none.
+
+    >>> print(alert_for(TransportFellBack("NCCL uses plain sockets.", {"socket": 2}, "eth0")).text)
+    NCCL uses plain sockets.
+    """
+    match event:
+        case Straggling(rank=rank, step=step):
+            return Alert(f"slow_rank.{rank}", f"rank {rank} is slow", described(event), step)
+        case NodeAlert(node=node, host=host, what=what):
+            return Alert(f"node_alert.{node}.{what}", f"{host}: {what}", described_alert(asdict(event)))
+        case CheckpointFailed(step=step):
+            text = f"step {step}: {described_failure(asdict(event))}"
+            return Alert("failed_save", f"no checkpoint of step {step}", text, step, is_error=True)
+        case MembershipChanged(step=step, lost=lost, members=members) if lost:
+            text = f"after step {step}: {described_membership(asdict(event))}"
+            return Alert("membership", f"{len(members)} workers go on", text, step)
+        case TransportFellBack(reason=reason):
+            return Alert("transport", "a slower transport than declared", reason)
+    return None
 
 
 _CAUSES = {"data": "it waits for its data", "compute": "it takes longer to compute"}
