@@ -55,6 +55,8 @@ def test_a_gang_that_heals_goes_on_and_keeps_what_the_process_wrote_that_hung(tr
     first, second = hung_processes(run.folder / "logs")
     assert (first.rank, first.waits, second.rank, second.waits) == (0, True, 1, False)
     assert "faults.py" in second.stack[-1]
+    (attempt,) = run.json("run_manifest.json")["attempts"]
+    assert attempt["transport"]["ranks"] == {"socket": 2}  # of the only membership in which two trained
 
 
 def test_a_run_that_is_debugged_has_the_same_bits(train: Train) -> None:

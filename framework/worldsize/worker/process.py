@@ -188,6 +188,7 @@ def _heal(
         settings: Settings, world: World, before_update: BeforeUpdate, connections: Connections
     ) -> Replica:
         joined()
+        _audit(settings, run, world, placement, listeners)
         seed_generators(stream(settings.training.seed, "init"), world.device)
         context = context_of(settings, run, world, placement, preemption)
         context = replace(context, before_update=before_update, making_groups=lambda: connections)
