@@ -1,4 +1,4 @@
-"""A run that hangs says which rank waits in which collective, and where each of them is."""
+"""A run that hangs says which process waits for what, and where each of them is."""
 
 from __future__ import annotations
 
@@ -59,6 +59,20 @@ def test_a_gang_that_heals_goes_on_and_keeps_what_the_process_wrote_that_hung(tr
     assert attempt["transport"]["ranks"] == {"socket": 2}  # of the only membership in which two trained
 
 
+def test_a_parameter_server_goes_on_without_a_worker_that_hangs_and_keeps_where_it_was(train: Train) -> None:
+    slow = "faults=[{action: slow, rank: 2, point: 'push:begin', step: 3, seconds: 60}]"
+    servers = ("strategy=parameter_server", "cluster.processes=3", "cluster.timeout=6", "logger=none")
+    run = train(*HANGS[:3], *servers, "launcher.grace=1", slow)
+    assert run.code == 0, run.error
+    assert "has waited for" in run.output + run.error
+    assert "worker-1 is retired: its connection ended (the peer made no progress for 6 s)" in run.output + run.error
+    assert run.folder is not None
+    server, first, second = hung_processes(run.folder / "logs")
+    assert (server.doing, first.doing) == ("waits for work of the workers", "waits for the message TASK of a peer")
+    assert (server.waits, first.waits, second.waits) == (True, True, False)
+    assert "faults.py" in second.stack[-1]
+
+
 def test_a_run_that_is_debugged_has_the_same_bits(train: Train) -> None:
     options = ("recipe=digits", "recipe.width=4", "steps=3", "cluster.processes=2")
     plain, checked = train(*options), train(*options, "cluster.debug=true", "strategy.find_unused_parameters=true")
@@ -84,6 +98,8 @@ def test_a_run_that_is_debugged_has_the_same_bits(train: Train) -> None:
         (json.dumps({"waiting": [3], "stack": 4}), "worker_00000 waits in an unknown one"),
         (json.dumps({"waiting": [], "last": {"name": "\x1b[31m"}, "stack": ["a\nb"]}), r"began \x1b[31m number"),
         (json.dumps({"stack": [1] * 600_000}), ""),
+        (json.dumps({"awaited": {"what": "the message\n"}}), r"worker_00000 waits for the message\n"),
+        (json.dumps({"awaited": [1]}), "worker_00000 began no collective"),
     ],
 )
 def test_files_that_are_damaged_or_hostile_are_left_out_or_escaped(tmp_path: Path, text: str, told: str) -> None:

@@ -70,9 +70,9 @@ class HungProcess:
     role: str
     rank: int
     doing: str
-    """The collective in which it waits, or the last one that it began; in words."""
+    """What it waits for: a collective or a message; or the last collective that it began; in words."""
     waits: bool
-    """Whether it waits in a collective."""
+    """Whether it waits for others."""
     stack: tuple[str, ...]
     """Frames of its main thread, the innermost last."""
 
@@ -86,7 +86,7 @@ def hung_processes(folder: Path) -> list[HungProcess]:
             attempt = record.get("attempt")
             number = attempt if isinstance(attempt, int) else 0
             stack = tuple(printable(str(frame)) for frame in _list(record.get("stack"))[-_MOST_FRAMES:])
-            waits = bool(_list(record.get("waiting")))
+            waits = bool(_list(record.get("waiting")) or _awaited(record))
             processes.append(HungProcess(number, name["role"], int(name["rank"]), _doing(record), waits, stack))
     return sorted(processes, key=lambda each: (each.attempt, each.role, each.rank))
 
@@ -106,11 +106,19 @@ def _lines(name: str, record: Mapping[str, Any]) -> list[str]:
 
 
 def _doing(record: Mapping[str, Any]) -> str:
-    """Say in which collective the process of a ``record`` waits, or which one it began last."""
+    """Say what the process of a ``record`` waits for, or which collective it began last."""
     if waiting := _list(record.get("waiting")):
         return f"waits in {_told(waiting[0])}"
+    if awaited := _awaited(record):
+        return f"waits for {awaited}"
     last = record.get("last")
     return f"waits in no collective; it began {_told(last)} last" if last else "began no collective"
+
+
+def _awaited(record: Mapping[str, Any]) -> str:
+    """Return what the process of a ``record`` awaits from others outside of collectives; "" if nothing."""
+    awaited = record.get("awaited")
+    return printable(str(awaited.get("what"))) if isinstance(awaited, dict) else ""
 
 
 def _list(value: Any) -> list[Any]:

@@ -1,8 +1,9 @@
-"""Watches for a hang: a collective that waits for long has every process write its collectives and its stacks."""
+"""Watches for a hang: whoever waits for others for long has every process write what it waits for and its stacks."""
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
 import time
@@ -15,9 +16,12 @@ from typing import Any, final
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from worldsize.collectives.peer_wait import PEER_WAIT
 from worldsize.records.flight import collectives_file, flight_file, keep_flight_file
 
-_SHARE = 0.6  # of the time-out after which a collective counts as hung
+_logger = logging.getLogger(__name__)
+
+_SHARE = 0.6  # of the time-out after which a collective, or a wait for a message, counts as hung
 _POLLS = 20  # in the time of a time-out
 _QUICKEST, _SLOWEST = 0.1, 10.0  # seconds between two polls
 _SETTLES = 0.5  # seconds after which a collective that has completed is noted as such
@@ -88,15 +92,26 @@ class _Watch(threading.Thread):
             while not self.ended.wait(pause):
                 entries = _collectives()
                 waiting = [each for each in entries if not each["retired"] and each["time_created_ns"] > self._since]
-                oldest = min((each["time_created_ns"] for each in waiting), default=time.time_ns())
-                hangs = time.time_ns() - oldest > _SHARE * self._timeout * 1e9
                 is_asked = self._asked_at() != self._asked_before
-                if hangs and not is_asked:
-                    self._asked.touch()
-                if hangs or is_asked:
+                if is_asked or self._hangs(waiting):
+                    if not is_asked:
+                        self._ask()
                     self._path.write_text(json.dumps(self._record(entries, waiting)))
                     self.count()  # it may be killed while it hangs
                     return
+
+    def _hangs(self, waiting: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether this process has waited for long for the oldest of its collectives, or for a message."""
+        now, awaited = time.time_ns(), PEER_WAIT.open()
+        oldest = min((each["time_created_ns"] for each in waiting), default=now)
+        return max((now - oldest) / 1e9, awaited[1] if awaited else 0.0) > _SHARE * self._timeout
+
+    def _ask(self) -> None:
+        """Ask all processes to write what they do; say so if the run need not end, as after a wait for a message."""
+        self._asked.touch()
+        if awaited := PEER_WAIT.open():
+            text = "this process has waited for %s for %.3g s; what each process does is beside its log (*.flight.json)"
+            _logger.warning(text, *awaited)
 
     def _asked_at(self) -> int:
         """Return the time in ns at which a process has asked the others last; 0: none has."""
@@ -105,10 +120,12 @@ class _Watch(threading.Thread):
         return 0
 
     def _record(self, entries: Sequence[Mapping[str, Any]], waiting: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        awaited = PEER_WAIT.open()
         frames = sys._current_frames()
         return {
             "attempt": self._attempt,
             "waiting": [_plain(each) for each in waiting],
+            "awaited": {"what": awaited[0], "seconds": awaited[1]} if awaited else None,
             "last": _plain(entries[-1]) if entries else None,
             "stack": _lines(frames.get(self._main or 0)),
             "threads": {str(ident): _lines(frame) for ident, frame in frames.items()},

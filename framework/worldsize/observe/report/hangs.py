@@ -21,14 +21,14 @@ class Row:
     who: str
     doing: str
     waits: bool
-    """Whether they waited in a collective."""
+    """Whether they waited for others."""
     stack: tuple[str, ...]
 
 
 @final
 @dataclass(frozen=True)
 class Hang:
-    """The hang that ended an attempt; processes that waited in no collective, whom others waited for, come first."""
+    """The hang that ended an attempt; processes that waited for nobody, whom others waited for, come first."""
 
     attempt: int
     rows: tuple[Row, ...]
