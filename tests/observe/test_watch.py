@@ -67,6 +67,21 @@ def test_the_slowest_rank_is_the_one_that_computes_longest(run: RunDirectory) ->
     assert "step 30/200" in out.getvalue()
 
 
+def test_the_times_of_many_ranks_are_not_read_at_each_refresh(run: RunDirectory) -> None:
+    now = 0.0
+    watched = Watched(run.path, clock=lambda: now)
+    assert watched.times() == {}
+    watched.look()
+    first = watched.times()
+    assert (len(first), first[19]["step"]) == (20, 30)
+    with run.timing(19).open("a") as file:
+        file.write('{"step": 31, "compute_seconds": 1.0}\n')
+    now = 0.19  # 20 ranks: every 0.2 s
+    assert watched.times()[19]["step"] == 30
+    now = 0.21
+    assert watched.times()[19]["step"] == 31
+
+
 def test_without_a_terminal_each_change_is_a_line_and_the_exit_code_is_that_of_the_run(
     record: RunRecord, run: RunDirectory
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +34,7 @@ _EVENTS = 6  # the last ones
 _RANKS = 16  # the slowest, if there are more
 _NODES = 8  # those that deserve a look most, if there are more
 _HEALTH = 5.0  # seconds between two looks at the health of nodes
+_PER_RANK = 0.01  # seconds that each rank adds to the time between two looks at the times of all
 _END = 4096  # bytes of a file that hold its last line
 _T = TypeVar("_T")
 
@@ -50,8 +53,8 @@ class Watched:
         health: the last samples of the nodes
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._clock = folder, clock
         self._metrics = Tail(folder / "metrics.jsonl", from_start=True)
         self._event_file = Tail(folder / "events.jsonl", from_start=True)
         self.step: StepRow | None = None
@@ -61,6 +64,8 @@ class Watched:
         self.new_events: list[Row] = []
         self.damaged = 0
         self.health = NodesHealth(folder, interval=_HEALTH)
+        self._times: Mapping[int, TimingRow] = {}
+        self._next = -math.inf  # when they are read again
 
     def look(self) -> None:
         """Read what was appended to the files, and replace ``new_metrics`` and ``new_events`` with it."""
@@ -88,6 +93,14 @@ class Watched:
         valid = [row for row in rows if row is not None and is_valid(row)]
         self.damaged += len(rows) - len(valid)
         return valid
+
+    def times(self) -> Mapping[int, TimingRow]:
+        """Return the times of each rank in its last logged step; each has a file, and many are read at intervals."""
+        if self.step is not None and self._clock() >= self._next:
+            ranks = len(self.step["step_seconds"])
+            self._times = {rank: self.timing(rank) for rank in range(ranks)}
+            self._next = self._clock() + _PER_RANK * ranks
+        return self._times
 
     def timing(self, rank: int) -> TimingRow:
         """Return the times of the rank in its last logged step; empty if the run does not record them."""
@@ -117,8 +130,7 @@ def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> Rendera
     parts: list[RenderableType] = [_header(manifest, state)]
     if step := watched.step:
         parts += [_progress(step, manifest["config"].get("steps") or step["step"])]
-        times = {rank: watched.timing(rank) for rank in range(len(step["step_seconds"]))}
-        parts += [_ranks(times, step)]
+        parts += [_ranks(times := watched.times(), step)]
         if waiting := waiting_text(
             {rank: waited_share([row] if row else []) for rank, row in times.items()}, manifest["config"]
         ):
@@ -161,7 +173,7 @@ def _ranks(times: Mapping[int, TimingRow], step: StepRow) -> Table:
 
     The slowest rank has the longest own time, if that is known, since a step waits for all ranks.
     """
-    seconds = [(number(each), *_own_seconds(times[rank])) for rank, each in enumerate(step["step_seconds"])]
+    seconds = [(number(each), *_own_seconds(times.get(rank, {}))) for rank, each in enumerate(step["step_seconds"])]
     order = sorted(range(len(seconds)), key=lambda rank: _slowness(*seconds[rank][:2]), reverse=True)
     is_known = any(own == own for _, own, _ in seconds)
     names = ("own: data and compute", "data") if is_known else ("", "")
