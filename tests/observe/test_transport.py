@@ -22,9 +22,8 @@ from worldsize.core import (
     TransportFellBack,
     World,
 )
-from worldsize.observe.events import EventLog, alert_for, is_event
+from worldsize.observe.events import EventLog, alert_for, describe_event, is_event
 from worldsize.observe.nccl_log import parse_nccl
-from worldsize.observe.report.timeline import describe_event
 from worldsize.observe.transport import Transport, audit, connections_of, transport_warning
 from worldsize.testing.worlds import run_in_worlds
 

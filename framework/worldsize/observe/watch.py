@@ -17,14 +17,13 @@ from rich.text import Text
 
 from worldsize.files import open_regular
 from worldsize.observe.data_waits import waited_share, waiting_text
-from worldsize.observe.events import is_event
+from worldsize.observe.events import describe_event, is_event
 from worldsize.observe.health.rows import HealthRow
 from worldsize.observe.health.summary import NodesHealth, badness
 from worldsize.observe.health.words import table_of
 from worldsize.observe.progress import Tail, by_split, figures
 from worldsize.observe.report.read import number
 from worldsize.observe.report.svg import plain
-from worldsize.observe.report.timeline import describe_event
 from worldsize.records.attempt import Attempt
 from worldsize.records.json_lines import Row, row_of
 from worldsize.records.metrics import EvaluationRow, MetricRow, StepRow, TimingRow, is_metric, is_timing

@@ -114,7 +114,8 @@ def read_run(folder: Path, *, has_timing: bool = True) -> Record:
 
 def _ranks(manifest: Mapping[str, Any]) -> int:
     """Return the largest number of processes that the run has had."""
-    return max(manifest["cluster"]["processes"], *(attempt["world_size"] for attempt in manifest["attempts"]), 1)
+    sizes: list[int] = [manifest["cluster"]["processes"], *(each["world_size"] for each in manifest["attempts"])]
+    return max(*sizes, 1)
 
 
 def _timing_files(folder: Path, ranks: int) -> Iterator[tuple[int, Path]]:
