@@ -29,7 +29,7 @@ from worldsize.observe.report.scaling import read_study
 from worldsize.observe.report.servers import servers
 from worldsize.observe.report.sweep import read_sweep
 from worldsize.observe.report.timeline import timeline
-from worldsize.observe.watch import Watched
+from worldsize.observe.watch import RankTimes
 from worldsize.records.lock import run_lock
 from worldsize.records.manifest import write_manifest
 from worldsize.records.run_directory import RunDirectory
@@ -213,10 +213,10 @@ def test_a_report_of_many_ranks_and_steps_reads_some_lines_and_keeps_the_sums(
 
 def test_no_folder_has_the_files_of_more_than_a_thousand_ranks(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=1, ranks=2345, nodes=5)
-    record, ranks = read_run(run), Watched(run)
+    record = read_run(run)
     assert sorted(record.timing) == list(range(2345))
     assert record.timing[2344][0]["compute_seconds"] == pytest.approx(0.012)
-    assert ranks.timing(2344)["compute_seconds"] == pytest.approx(0.012)
+    assert RankTimes(run).look(2345)[2344]["compute_seconds"] == pytest.approx(0.012)
     folders = (run / "timing", *(run / "timing").glob("0*"))
     assert sorted(sum(path.is_file() for path in folder.iterdir()) for folder in folders) == [345, 1000, 1000]
 

@@ -50,10 +50,10 @@ class Watched:
         new_events: the events since then
         damaged: lines that could not be read so far
         health: the last samples of the nodes
+        times: the times of the ranks
     """
 
-    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._clock = folder, clock
+    def __init__(self, folder: Path) -> None:
         self._metrics = Tail(folder / "metrics.jsonl", from_start=True)
         self._event_file = Tail(folder / "events.jsonl", from_start=True)
         self.step: StepRow | None = None
@@ -63,8 +63,7 @@ class Watched:
         self.new_events: list[Row] = []
         self.damaged = 0
         self.health = NodesHealth(folder, interval=_HEALTH)
-        self._times: Mapping[int, TimingRow] = {}
-        self._next = -math.inf  # when they are read again
+        self.times = RankTimes(folder)
 
     def look(self) -> None:
         """Read what was appended to the files, and replace ``new_metrics`` and ``new_events`` with it."""
@@ -93,17 +92,22 @@ class Watched:
         self.damaged += len(rows) - len(valid)
         return valid
 
-    def times(self) -> Mapping[int, TimingRow]:
-        """Return the times of each rank in its last logged step; each has a file, and many are read at intervals."""
-        if self.step is not None and self._clock() >= self._next:
-            ranks = len(self.step["step_seconds"])
-            self._times = {rank: self.timing(rank) for rank in range(ranks)}
-            self._next = self._clock() + _PER_RANK * ranks
-        return self._times
 
-    def timing(self, rank: int) -> TimingRow:
-        """Return the times of the rank in its last logged step; empty if the run does not record them."""
-        return last_row(RunDirectory(self._folder).timing(rank))
+@final
+class RankTimes:
+    """Reads the times of each rank, which has a file of its own: those of many ranks at intervals."""
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._clock = RunDirectory(folder), clock
+        self._last: Mapping[int, TimingRow] = {}
+        self._next = -math.inf  # when they are read again
+
+    def look(self, ranks: int) -> Mapping[int, TimingRow]:
+        """Return the times of each rank in its last logged step; empty for one that does not record them."""
+        if self._clock() >= self._next:
+            self._last = {rank: last_row(self._run.timing(rank)) for rank in range(ranks)}
+            self._next = self._clock() + _PER_RANK * ranks
+        return self._last
 
 
 def _is_event(row: Row) -> TypeGuard[Row]:
@@ -129,7 +133,7 @@ def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> Rendera
     parts: list[RenderableType] = [_header(manifest, state)]
     if step := watched.step:
         parts += [_progress(step, manifest["config"].get("steps") or step["step"])]
-        parts += [_ranks(times := watched.times(), step)]
+        parts += [_ranks(times := watched.times.look(len(step["step_seconds"])), step)]
         if waiting := waiting_text(
             {rank: waited_share([row] if row else []) for rank, row in times.items()}, manifest["config"]
         ):
