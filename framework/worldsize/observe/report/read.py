@@ -25,7 +25,7 @@ from worldsize.records.run_record import look
 
 SCALING = "scaling.json"
 _MOST = 10_000  # lines of a file; more than a screen has pixels
-_LEAST, _IN_ALL = 300, 1_000_000  # lines of a file if many ranks have one, and of all of them together
+_LEAST, _IN_ALL = 300, 1_000_000  # lines of a file if there are many, and of those of all ranks and runs together
 Line = Mapping[str, Any]
 
 
@@ -84,8 +84,13 @@ class Record:
         return {name: number(value) for name, value in metrics.items()}
 
 
-def read_run(folder: Path, *, has_timing: bool = True) -> Record:
-    """Read the run in ``folder``, without the times of each rank unless it ``has_timing``.
+def read_run(folder: Path, *, has_timing: bool = True, among: int = 1) -> Record:
+    """Read the run in ``folder``.
+
+    Args:
+        folder: The run folder.
+        has_timing: Whether the times of each rank are wanted.
+        among: Number of runs that are read together: of many there are fewer steps each.
 
     Raises:
         WorldsizeError: there is none, its manifest was edited, or a file of it cannot be read.
@@ -93,7 +98,7 @@ def read_run(folder: Path, *, has_timing: bool = True) -> Record:
     with reading(folder):
         manifest = look(RunDirectory(folder)).manifest
         ranks = _ranks(manifest)
-        at_most = max(_LEAST, min(_MOST, _IN_ALL // ranks))  # a line of metrics has a time of each rank, too
+        at_most = max(_LEAST, min(_MOST, _IN_ALL // (ranks * among)))  # a line of metrics has a time of each rank, too
         metrics = metric_rows(folder / "metrics.jsonl", at_most=at_most)
         events = Rows(folder / "events.jsonl", is_valid=is_event, at_most=_MOST)
         files = _timing_files(folder, ranks) if has_timing else ()
