@@ -110,6 +110,17 @@ def test_files_that_are_damaged_or_hostile_are_left_out_or_escaped(tmp_path: Pat
     assert [each.rank for each in hung_processes(tmp_path)] == [0] * bool(told)
 
 
+def test_of_many_that_hang_the_one_for_which_they_wait_is_told(tmp_path: Path) -> None:
+    logs = [tmp_path / f"worker_{rank:05d}.log" for rank in range(40)]
+    for log in logs:
+        flight_file(log).write_text('{"waiting": [{"name": "gloo:all_reduce"}]}')
+    flight_file(logs[33]).write_text('{"stack": ["data.py, line 7, in read"]}')
+    first, second, third, *_, last = hang_report(logs).splitlines()[1:]
+    assert (first, second) == ("  worker_00033 began no collective", "    data.py, line 7, in read")
+    assert third.startswith("  worker_00000 waits in gloo:all_reduce")
+    assert last == "  and 24 more"
+
+
 def test_what_an_earlier_process_wrote_is_kept_and_not_taken_for_the_present(tmp_path: Path) -> None:
     """The second and the third process are of one attempt, in which a process may be started again."""
     log = tmp_path / "worker_00003.log"

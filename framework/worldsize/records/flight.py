@@ -55,9 +55,14 @@ def keep_flight_file(log: Path) -> None:
 
 
 def hang_report(logs: Sequence[Path]) -> str:
-    """Return what the processes with these ``logs`` did when their gang hung, some lines each; "" if none wrote it."""
-    records = [(log.stem, record) for log in logs if (record := _read(flight_file(log))) is not None]
-    lines = [line for name, record in records[:_RANKS] for line in _lines(name, record)]
+    """Return what the processes with these ``logs`` did when their gang hung, some lines each; "" if none wrote it.
+
+    Of many, those that waited for nobody are told, whom the others waited for.
+    """
+    written = [(log.stem, record) for log in logs[:_FILES] if (record := _read(flight_file(log))) is not None]
+    told = sorted(written, key=lambda each: _waits(each[1]))[:_RANKS] if len(written) > _RANKS else written
+    lines = [line for name, record in told for line in _lines(name, record)]
+    lines += [f"  and {len(written) - len(told)} more"] if len(written) > len(told) else []
     return "\n".join(["when the gang hung:", *lines]) if lines else ""
 
 
@@ -86,8 +91,8 @@ def hung_processes(folder: Path) -> list[HungProcess]:
             attempt = record.get("attempt")
             number = attempt if isinstance(attempt, int) else 0
             stack = tuple(printable(str(frame)) for frame in _list(record.get("stack"))[-_MOST_FRAMES:])
-            waits = bool(_list(record.get("waiting")) or _awaited(record))
-            processes.append(HungProcess(number, name["role"], int(name["rank"]), _doing(record), waits, stack))
+            doing, waits = _doing(record), _waits(record)
+            processes.append(HungProcess(number, name["role"], int(name["rank"]), doing, waits, stack))
     return sorted(processes, key=lambda each: (each.attempt, each.role, each.rank))
 
 
@@ -113,6 +118,11 @@ def _doing(record: Mapping[str, Any]) -> str:
         return f"waits for {awaited}"
     last = record.get("last")
     return f"waits in no collective; it began {_told(last)} last" if last else "began no collective"
+
+
+def _waits(record: Mapping[str, Any]) -> bool:
+    """Return whether the process of a ``record`` waits for others."""
+    return bool(_list(record.get("waiting")) or _awaited(record))
 
 
 def _awaited(record: Mapping[str, Any]) -> str:
