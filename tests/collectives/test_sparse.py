@@ -79,7 +79,7 @@ def mask_of(seed: int) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "sent"), [("topk", 320.0), ("randomk", 160.0)])
 def test_the_cost_formula_has_the_bytes_of_the_collectives(kind: CompressionKind, sent: float) -> None:
-    """Of 800 numbers 40 are sent: with their places to the one other rank, or in a ring, in which 2 (n-1)/n = 1."""
+    """Forty of 800 numbers are sent: with their places to the one other rank, or in a ring, in which 2 (n-1)/n = 1."""
     cluster = replace(cluster_of(2), links={"node": Link(bandwidth=1e9, latency=1e-6)})
     cost = DDP(compress=kind, density=0.05).cost(Workload(parameter_bytes=3200, optimizer_bytes=0), cluster)
     assert cost is not None
