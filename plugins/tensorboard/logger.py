@@ -67,8 +67,8 @@ class TensorBoard:
         if first == 0:
             self._writer.add_text("config", _markdown(self._config))
         self._step = first
-        for alert in self._early:
-            self._write_alert(alert)
+        while self._early:
+            self._write_alert(self._early.pop(0))
 
 
 def _markdown(config: Mapping[str, Any]) -> str:
