@@ -15,6 +15,7 @@ from worldsize.observe.report.hangs import hangs
 from worldsize.observe.report.page import page
 from worldsize.observe.report.read import read_run
 from worldsize.records.flight import collectives_file, flight_file, hang_report, hung_processes
+from worldsize.worker import flight
 from worldsize.worker.flight import hangs_watched
 
 HANGS = (
@@ -86,6 +87,20 @@ def test_a_run_that_is_debugged_has_the_same_bits(train: Train) -> None:
         r"warned by worker_00000 \(1\), worker_00001 \(1\): reducer.cpp:\d+ Warning: find_unused_parameters",
         checked.error,
     )
+
+
+@pytest.mark.parametrize(("pending", "completed"), [((), 20), ((20,), 19), ((18, 20), 17)])
+def test_collectives_that_end_in_another_order_are_counted_once_all_have_ended(
+    monkeypatch: pytest.MonkeyPatch, pending: tuple[int, ...], completed: int
+) -> None:
+    """Torch's last completed one is number 18 here: its thread was the last to note its end."""
+    entries = [
+        {"pg_id": 0, "collective_seq_id": number, "retired": number not in pending, "is_p2p": False}
+        for number in range(1, 21)
+    ]
+    status = {"0": {"last_enqueued_collective": "20", "last_completed_collective": "18"}}
+    monkeypatch.setattr(flight, "_recorded", lambda: {"entries": entries, "pg_status": status})
+    assert flight._counts() == {"0": [20, completed]}
 
 
 @pytest.mark.parametrize(

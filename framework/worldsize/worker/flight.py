@@ -142,10 +142,18 @@ def _collectives() -> list[Mapping[str, Any]]:
 
 
 def _counts() -> dict[str, list[int]]:
-    """Return how many collectives this process has begun and completed in each group since it joined."""
-    status: Mapping[str, Mapping[str, Any]] = _recorded().get("pg_status", {})
-    ends = ("last_enqueued_collective", "last_completed_collective")
-    return {group: [int(each[end]) for end in ends] for group, each in status.items()}
+    """Return how many collectives this process has begun and completed in each group since it joined.
+
+    What torch calls the last completed one may be an earlier one, whose thread has noted its end after those of others.
+    """
+    record = _recorded()
+    pending = {
+        str(each["pg_id"]): int(each["collective_seq_id"])
+        for each in reversed(record.get("entries", []))  # the oldest of a group is the last here, and stays
+        if not each["retired"] and not each["is_p2p"]
+    }
+    begun = {group: int(each["last_enqueued_collective"]) for group, each in record.get("pg_status", {}).items()}
+    return {group: [last, pending.get(group, last + 1) - 1] for group, last in begun.items()}
 
 
 def _recorded() -> Mapping[str, Any]:
