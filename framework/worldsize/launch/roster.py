@@ -134,7 +134,7 @@ class Roster:
     def _next_members(self) -> tuple[int, ...]:
         """Return the members of the next membership: those that stay, then newcomers for the places that are free."""
         staying = [rank for rank in self.members if rank not in self._leaving]
-        newcomers = [rank for rank in self._stopped if rank not in self.members]
+        newcomers = sorted(self._stopped.keys() - {*self.members})  # neighbours, if they are of one host
         able = (*staying, *newcomers[: max(0, self.target - len(staying))])
         return able[: len(able) // self.block * self.block]
 
