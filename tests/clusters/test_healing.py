@@ -111,6 +111,33 @@ def test_the_others_go_on_without_a_host_whose_link_is_cut(
     assert digest == undisturbed("steps=120")
 
 
+def test_spare_hosts_take_the_places_of_lost_ones_in_the_same_change(
+    four: Hosts,
+    launch: Any,
+    undisturbed: Callable[..., str],
+    change_workers: Callable[..., str],
+    begun: Any,
+    tmp_path: Path,
+) -> None:
+    """Each host that trains holds half of the model, and what a lost one held comes from the other's memory."""
+    sharded = ("strategy=fsdp", "checkpoint.at_end=false", "cluster.spare_nodes=2")
+    faults = f"faults=[{{action: kill, rank: 2, step: 50}}, {SLOW}]"
+    process = launch("steps=70", "launcher.node_timeout=6", *sharded, faults)
+    folder = begun(tmp_path / "project", after=8)
+    assert change_workers(folder, "list").count("waits") == 2
+    four.link(2, "down")
+    try:
+        digest, output, memberships = ended(process, tmp_path)
+    finally:
+        four.link(2, "up")
+    assert memberships == [[0, 1], [0, 2], [0, 3]], output
+    assert json.loads((folder / "run_manifest.json").read_text())["cluster"]["spare_nodes"] == 2
+    events = [*map(json.loads, (folder / "events.jsonl").read_text().splitlines())]
+    assert [event["joined"] for event in events if event["event"] == "membership"] == [[2], [3]]
+    assert not list((folder / "checkpoints").glob("*"))
+    assert digest == undisturbed("steps=70")
+
+
 def test_a_host_whose_link_comes_back_takes_part_again(
     four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
 ) -> None:

@@ -46,10 +46,12 @@ def agent(run: RunDirectory) -> int:
             "folder that they share."
         )
     settings = read_settings(run)
-    place = node(os.environ, settings.agents.switches(), settings.cluster.tiers)
-    if place.count != settings.cluster.nodes:
+    cluster = settings.cluster
+    place = node(os.environ, settings.agents.switches(), cluster.tiers, spare_nodes=cluster.spare_nodes)
+    if place.count != cluster.all_nodes:
+        spare = f" and {cluster.spare_nodes} that wait (cluster.spare_nodes)" if cluster.spare_nodes else ""
         raise ConfigError(
-            f"the run is planned for {settings.cluster.nodes} nodes (cluster.nodes), but started on {place.count}."
+            f"the run is planned for {cluster.nodes} nodes (cluster.nodes){spare}, but started on {place.count}."
         )
     plan = settings.plan(run.path)
     plan = replace(plan, secrets={"WORLDSIZE_SECRETS": secrets}) if secrets else plan

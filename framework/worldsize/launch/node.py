@@ -63,7 +63,7 @@ class NodeLauncher(LaunchMethod):
         graces = Graces(self.grace, self.interrupt_grace, self.save_grace)
         first = node.rank * rendezvous.local_size
         own = range(first, first + rendezvous.local_size)
-        spares = range(plan.world_size, plan.world_size + plan.cluster.spares)
+        spares = range(plan.world_size, plan.world_size + plan.cluster.waiting)
         try:
             for rank in (*(range(plan.world_size) if others else own), *spares):
                 members.add(*role_of(rank, plan.roles))
@@ -75,7 +75,7 @@ class NodeLauncher(LaunchMethod):
         if heals(plan.roles):
             cluster, most = plan.cluster, plan.logical_ranks
             server = MembershipServer(
-                members, patience=cluster.timeout, most=most, spares=cluster.spares, others=others
+                members, patience=cluster.timeout, most=most, spares=cluster.waiting, others=others
             )
         leads = node.rank == 0
         helpers: list[AbstractContextManager[object]] = health_processes(plan, node)
@@ -103,8 +103,9 @@ class Rendezvous:
         return Rendezvous(folder, plan.world_size, f"file://{folder}/store", network)
 
     def placement(self, plan: Plan, rank: int) -> Placement:
-        joined = self.local_size + (rank - plan.world_size) // plan.cluster.nodes  # later than those of the plan
-        local = rank % self.local_size if rank < plan.world_size else joined
+        planned = plan.world_size + plan.cluster.spare_nodes * self.local_size
+        joined = self.local_size + (rank - planned) // plan.cluster.nodes  # later than those of the plan
+        local = rank % self.local_size if rank < planned else joined
         beat = self.folder / f"beat_{rank}"
         return Placement(rank, plan.world_size, local, self.local_size, self.store, plan.attempt, beat, 0, self.address)
 

@@ -245,10 +245,11 @@ class RemoteHosts:
         for node, host in self._hosts.items():
             if host.holds(number):
                 return node
-        later = number - self._plan.world_size  # those of the plan are in the order of the hosts
-        if later < 0:
-            return number // self._plan.cluster.processes_per_node
-        there = [0, *(node for node in sorted(self._hosts) if not self._hosts[node].is_lost)]
+        cluster = self._plan.cluster
+        later = number - self._plan.world_size - cluster.spare_nodes * cluster.processes_per_node
+        if later < 0:  # those of the plan are in the order of the hosts
+            return number // cluster.processes_per_node
+        there = [0, *(node for node in sorted(self._hosts) if not self._hosts[node].is_lost)][: cluster.nodes]
         return there[later % len(there)]
 
     def host_of(self, number: int) -> str:

@@ -121,6 +121,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
             max_requeues=self.max_requeues,
             exclude_slow=self.exclude_slow,
             heals=heals(plans[0].roles),
+            spare_nodes=cluster.spare_nodes,
             excluded=shlex.quote(self.exclude or ""),
         )
 
@@ -144,7 +145,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     def _options(self, cluster: Cluster, plans: Sequence[Plan], folder: Path) -> list[tuple[str, Any]]:
         named: dict[str, Any] = {
             "job-name": "worldsize",
-            "nodes": cluster.nodes,
+            "nodes": cluster.all_nodes,
             "ntasks-per-node": 1,
             "cpus-per-task": self.cpus_per_task,
             "gpus-per-node": self.gpus_per_node,

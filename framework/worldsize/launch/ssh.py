@@ -59,7 +59,7 @@ class Ssh(NodeLauncher, AgentLauncher):
         for tool in (self.ssh[0], *(["rsync"] if self.folder else [])):
             if shutil.which(tool) is None:
                 raise ConfigError(f"{tool} is not found on this machine. Install it, or choose another cluster.")
-        if cluster.nodes != len(self.hosts):
+        if cluster.all_nodes != len(self.hosts):
             raise ConfigError(f"cluster.nodes={cluster.nodes}, but cluster.hosts names {len(self.hosts)}.")
         refusals = [refusal for refusal in self._everywhere(self._refusal) if refusal]
         if refusals:
@@ -79,7 +79,9 @@ class Ssh(NodeLauncher, AgentLauncher):
     def describe(self, plan: Plan) -> str:
         copies = [shlex.join(words) for host in self.hosts for words in self._copies(host)]
         starts = [shlex.join(self._command(plan, node)) for node in range(len(self.hosts))]
-        return "\n".join([*copies, *starts])
+        spare = self.hosts[plan.cluster.nodes :]
+        waiting = [f"# wait to take the place of a lost host: {', '.join(spare)}"] if spare else []
+        return "\n".join([*copies, *starts, *waiting])
 
     def _everywhere(self, action: Any) -> list[Any]:
         with ThreadPoolExecutor(16) as pool:

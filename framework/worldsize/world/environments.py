@@ -163,11 +163,17 @@ def _store(environ: Environ, job: str) -> str:
 # ---------------------------------------------------------------- one host
 
 
-def node(environ: Environ, topology: Topology | None = None, tiers: Mapping[str, int] | None = None) -> Node:
+def node(
+    environ: Environ,
+    topology: Topology | None = None,
+    tiers: Mapping[str, int] | None = None,
+    *,
+    spare_nodes: int = 0,
+) -> Node:
     """Read this host's place from Kubernetes (an indexed job), SkyPilot or Slurm (one task per node).
 
     Otherwise it is the only host. ``WORLDSIZE_NODE_RANK``, ``WORLDSIZE_NODES`` and ``WORLDSIZE_FIRST`` take precedence.
-    Slurm's hosts are ordered by ``topology``, of which they must make the ``tiers``.
+    Slurm's hosts are ordered by ``topology``, of which they must make the ``tiers``, without the last ``spare_nodes``.
 
     Raises:
         ConfigError: variables are missing, are no numbers, or contradict each other or the topology.
@@ -192,7 +198,7 @@ def node(environ: Environ, topology: Topology | None = None, tiers: Mapping[str,
             )
         if topology is not None and count > 1:
             hosts = topology.ordered(expanded(environ["SLURM_STEP_NODELIST"]))
-            topology.check(hosts, tiers or {})
+            topology.check(hosts[: count - spare_nodes], tiers or {})
             return _noded(hosts.index(host_name(environ)), count, hosts[0])
         return _noded(rank, count, _first_of_slurm(environ))
     return Node()

@@ -156,9 +156,9 @@ class Mesh(Strategy):
                 f"strategy.tensor={self.tensor} does not divide the {cluster.processes_per_node} processes of a node, "
                 "and ranks that share layers would communicate between nodes. Set strategy.tensor to a divisor of them."
             )
-        if self.on_failure == "heal" and cluster.nodes > 1 and self.tensor > 1:
+        if self.on_failure == "heal" and cluster.all_nodes > 1 and self.tensor > 1:
             raise ConfigError(
-                f"strategy.on_failure=heal: on {cluster.nodes} nodes, the strategy.tensor={self.tensor} ranks that "
+                f"strategy.on_failure=heal: on {cluster.all_nodes} nodes, the strategy.tensor={self.tensor} ranks that "
                 "share layers would be on different nodes when one of them has died. Set strategy.tensor=1, or "
                 "strategy.on_failure=restart."
             )
