@@ -138,6 +138,58 @@ def test_spare_hosts_take_the_places_of_lost_ones_in_the_same_change(
     assert digest == undisturbed("steps=70")
 
 
+def test_another_host_leads_from_the_newest_checkpoint_when_the_first_is_lost(
+    four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
+) -> None:
+    """The lost host still reaches the run folder, and must have ended before another one writes there."""
+    hosts = ("cluster.hosts=[h2,h3,h4]", "cluster.spare_nodes=1", "launcher.node_timeout=6", "launcher.max_restarts=1")
+    process = launch("steps=90", "checkpoint.every=10", *hosts, f"faults=[{SLOW}]")
+    folder = begun(tmp_path / "project", after=25)
+    four.link(2, "down")
+    try:
+        while len(attempts := json.loads((folder / "run_manifest.json").read_text())["attempts"]) < 2:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        assert not four.processes("worldsize agent", 2)
+        assert (attempts[0]["exit_reason"], attempts[0]["lost_host"]) == ("killed", "h2")
+        assert attempts[1]["hosts"] == ["h3", "h4"]
+    finally:
+        four.link(2, "up")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "starting again without h2, on h3, h4 (1 of 1)" in output
+    last = json.loads((folder / "run_manifest.json").read_text())["attempts"][-1]
+    assert last["steps"][0] >= 20
+    assert [each["hosts"] for each in last["memberships"]] == [["h3", "h4"]]
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if line["event"] == "step"] == [*range(1, 91)]
+    assert json.loads((folder / "result.json").read_text())["state_digest"] == undisturbed("steps=90")
+
+
+@pytest.mark.slow
+def test_the_hosts_that_are_left_go_on_without_the_first_until_it_comes_back(
+    four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
+) -> None:
+    hosts = ("cluster.hosts=[h2,h3]", "launcher.node_timeout=6", "launcher.max_restarts=1")
+    process = launch("steps=900", "checkpoint.every=10", *hosts, f"faults=[{SLOW}]")
+    folder = begun(tmp_path / "project", after=15)
+    four.link(2, "down")
+    try:
+        while len(json.loads((folder / "run_manifest.json").read_text())["attempts"]) < 2:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        begun(folder, after=15)
+    finally:
+        four.link(2, "up")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "the host h2 (node 1) has come back" in output
+    first, second = json.loads((folder / "run_manifest.json").read_text())["attempts"][-1]["memberships"]
+    assert (first["hosts"], second["hosts"]) == (["h3"], ["h3", "h2"])
+    assert "the host h2 (node 1) has not answered" in first["lost"]["1"]
+    assert json.loads((folder / "result.json").read_text())["state_digest"] == undisturbed("steps=900")
+
+
 def test_a_host_whose_link_comes_back_takes_part_again(
     four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
 ) -> None:

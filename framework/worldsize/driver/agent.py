@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -26,9 +28,12 @@ from worldsize.launch.handshake import Message
 from worldsize.launch.meeting import Door, gather, reach
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import read_key
+from worldsize.records.lock import is_locked
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened
-from worldsize.world.environments import Node, meeting_name, node, port_of
+from worldsize.world.environments import Node, lost_first, meeting_name, node, port_of
+
+_POLL = 0.5  # seconds
 
 
 def agent(run: RunDirectory) -> int:
@@ -69,6 +74,8 @@ def agent(run: RunDirectory) -> int:
 
 def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node) -> int:
     others: list[RemoteAgent] = []
+    if lost_first(os.environ):
+        _wait_for_lock(run, settings.cluster.timeout)
     with opened(run) as record, ExitStack() as stack:
         code, door = 1, None
         try:
@@ -76,6 +83,7 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
                 facts = facts_of(settings.recipe, place)  # takes seconds, so before other hosts connect and wait
                 agents = gather(place, _port(settings, run), read_key(run.path), **_waits(settings, launcher))
                 others = [other for other, _ in agents]
+                others += _absent(place, others)
                 check_hosts(settings, facts, [facts_there for _, facts_there in agents])
                 if settings.heals:
                     check = partial(_check_host, settings, facts)
@@ -86,6 +94,19 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
             for other in others:
                 other.announce_end(code)
         return code
+
+
+def _absent(place: Node, others: Sequence[RemoteAgent]) -> list[RemoteAgent]:
+    """Return what stands for the hosts that are not there: the last ones, without those that have come meanwhile."""
+    names = dict(zip(range(place.expected.stop, place.count), place.absent, strict=True))
+    return [RemoteAgent.absent(rank, names[rank]) for rank in sorted(names.keys() - {each.rank for each in others})]
+
+
+def _wait_for_lock(run: RunDirectory, patience: float) -> None:
+    """Wait until the lock of a lost host is released, which some file systems do after a while."""
+    deadline = time.monotonic() + patience
+    while is_locked(run.path) and time.monotonic() < deadline:
+        time.sleep(_POLL)
 
 
 def _check_host(settings: Settings, first: Message, other: Message) -> None:

@@ -49,7 +49,7 @@ class Lead(NodeLauncher, Launcher):
 
     @property
     def other_hosts(self) -> Sequence[str]:
-        return [other.host for other in self.others]
+        return [other.host for other in self.others if other.is_there]
 
     def launch(self, plan: Plan) -> Job:
         if not self.others:

@@ -7,7 +7,7 @@ import re
 import socket
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import pathsep
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,20 @@ class Placement:
 
 @dataclass(frozen=True)
 class Node:
-    """One of the ``count`` hosts of a run. ``first``: address of the host of rank 0, None if there is only one."""
+    """One of the ``count`` hosts of a run. ``first``: address of the host of rank 0, None if there is only one.
+
+    ``absent``: names of the last hosts, if they are not there when a gang that heals goes on after a loss.
+    """
 
     rank: int = 0
     count: int = 1
     first: str | None = None
+    absent: tuple[str, ...] = ()
+
+    @property
+    def expected(self) -> range:
+        """The ranks of the other hosts that are there."""
+        return range(1, self.count - len(self.absent))
 
 
 def port_of(name: str, attempt: int = 1) -> int:
@@ -182,7 +191,10 @@ def node(
         own = "WORLDSIZE_NODE_RANK" if "WORLDSIZE_NODE_RANK" in environ else "JOB_COMPLETION_INDEX"
         rank, count = _numbers(environ, (own, "WORLDSIZE_NODES"))
         rank += int(environ.get("WORLDSIZE_NODE_OFFSET", "0"))  # of hosts whose job counts them from 0
-        return _noded(rank, count, environ.get("WORLDSIZE_FIRST"))
+        absent = tuple(filter(None, environ.get("WORLDSIZE_ABSENT", "").split(",")))
+        if len(absent) >= count:
+            raise ConfigError(f"WORLDSIZE_ABSENT names {len(absent)} of {count} nodes, and one must be there.")
+        return replace(_noded(rank, count, environ.get("WORLDSIZE_FIRST")), absent=absent)
     if "SKYPILOT_NODE_RANK" in environ:
         rank, count = _numbers(environ, ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"))
         hosts = environ.get("SKYPILOT_NODE_IPS", "").split()
@@ -253,6 +265,11 @@ def job_of(environ: Environ) -> dict[str, Any] | None:
 def host_name(environ: Environ) -> str:
     """Return the name by which the scheduler knows this host."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def lost_first(environ: Environ) -> str | None:
+    """Return the name of the first host of the attempt before, if it was lost and another one leads instead."""
+    return environ.get("WORLDSIZE_LOST_FIRST") or None
 
 
 def image_of(environ: Environ) -> str | None:
