@@ -171,7 +171,7 @@ def test_the_hosts_that_are_left_go_on_without_the_first_until_it_comes_back(
     four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
 ) -> None:
     hosts = ("cluster.hosts=[h2,h3]", "launcher.node_timeout=6", "launcher.max_restarts=1")
-    process = launch("steps=900", "checkpoint.every=10", *hosts, f"faults=[{SLOW}]")
+    process = launch("steps=400", "checkpoint.every=10", *hosts, f"faults=[{SLOW}]")
     folder = begun(tmp_path / "project", after=15)
     four.link(2, "down")
     try:
@@ -187,7 +187,7 @@ def test_the_hosts_that_are_left_go_on_without_the_first_until_it_comes_back(
     first, second = json.loads((folder / "run_manifest.json").read_text())["attempts"][-1]["memberships"]
     assert (first["hosts"], second["hosts"]) == (["h3"], ["h3", "h2"])
     assert "the host h2 (node 1) has not answered" in first["lost"]["1"]
-    assert json.loads((folder / "result.json").read_text())["state_digest"] == undisturbed("steps=900")
+    assert json.loads((folder / "result.json").read_text())["state_digest"] == undisturbed("steps=400")
 
 
 def test_a_host_whose_link_comes_back_takes_part_again(

@@ -46,3 +46,22 @@ def test_a_spare_node_takes_the_place_of_one_that_is_taken_out(
     memberships = manifest(run.folder)["attempts"][0]["memberships"]
     assert [each["members"] for each in memberships] == [[0, 1, 2, 3], [0, 1, 4, 5]]
     assert state_digest(run.folder) == undisturbed("steps=60")
+
+
+def test_a_run_whose_first_node_dies_is_queued_again_by_another_and_goes_on_from_its_checkpoint(
+    three: real.Slurm, train: Any, undisturbed: Callable[..., str], begun: Any, warm_python: Path
+) -> None:
+    """The job's script dies with the node, and Slurm alone would leave the job to the others until its time is over."""
+    own = (f"launcher.python={warm_python}", "cluster.processes_per_node=2", "cluster.spare_nodes=1")
+    run = train(*DIGITS, *HEAL, *own, "steps=80", **three.environment)
+    begun(run.folder, after=25)
+    three.kill("127.0.0.1")
+    three.wait_for(job_of(run.folder), "PENDING", "REQUEUED")
+    assert (run.folder / "logs" / f"code_{job_of(run.folder)}_0.lost").exists()
+    three.start("127.0.0.1")  # it is repaired; the job needs three nodes
+    three.wait_for(job_of(run.folder), "COMPLETED", seconds=300)
+    first, second = manifest(run.folder)["attempts"]
+    assert (first["exit_reason"], second["exit_reason"]) == ("killed", "completed"), logs(run.folder)
+    assert second["steps"][0] >= 20
+    assert second["job"]["requeues"] == 1
+    assert state_digest(run.folder) == undisturbed("steps=80")

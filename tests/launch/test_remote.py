@@ -195,3 +195,19 @@ def test_a_lost_host_is_the_end_of_all_its_processes_and_of_none_by_its_own_erro
     while pair.left != [False]:  # the agent has ended its processes
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_first_host_that_leads_no_more_ends_instead_of_going_on_without_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = Mailbox[tuple[int, int]]()
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.put((pid, number)))
+    first, other = connected()
+    cluster = Cluster("slurm", nodes=2, processes=2, device="cpu", backend="gloo")
+    plan = Plan(tmp_path, cluster, {"worker": Role(2, restart="heal")}, {})
+    hosts = RemoteHosts([RemoteAgent(1, "h2", first)], plan, 1, tmp_path, SILENCE, None, lambda: False)
+    hosts.listen()
+    other.close()
+    assert killed.get() == (os.getpid(), signal.SIGKILL)
+    hosts.dismiss()
+    first.close()

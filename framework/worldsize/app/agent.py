@@ -15,8 +15,8 @@ from rich.console import Console
 
 from worldsize.app import exit_process
 from worldsize.driver.agent import agent
-from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.messages import refuse
+from worldsize.errors import ConfigError, FirstHostLostError, WorldsizeError
+from worldsize.messages import FIRST_LOST, refuse
 from worldsize.planning.doctor.findings import REPORT, read_facts
 from worldsize.planning.doctor.report import Report
 from worldsize.records.run_directory import RunDirectory
@@ -48,6 +48,8 @@ def main() -> None:
             _show_report(run)
     except WorldsizeError as error:
         code = refuse(error)
+        if isinstance(error, FirstHostLostError):
+            code = FIRST_LOST
     exit_process(code)
 
 

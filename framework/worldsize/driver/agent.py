@@ -31,7 +31,7 @@ from worldsize.launch.run_key import read_key
 from worldsize.records.lock import is_locked
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened
-from worldsize.world.environments import Node, lost_first, meeting_name, node, port_of
+from worldsize.world.environments import Node, job_of, lost_first, meeting_name, node, port_of
 
 _POLL = 0.5  # seconds
 
@@ -74,7 +74,7 @@ def agent(run: RunDirectory) -> int:
 
 def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node) -> int:
     others: list[RemoteAgent] = []
-    if lost_first(os.environ):
+    if lost_first(os.environ) or (job_of(os.environ) or {}).get("requeues"):
         _wait_for_lock(run, settings.cluster.timeout)
     with opened(run) as record, ExitStack() as stack:
         code, door = 1, None

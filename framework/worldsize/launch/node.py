@@ -50,6 +50,10 @@ class NodeLauncher(LaunchMethod):
     node_timeout: Annotated[float, SECONDS] = 10.0  # seconds without a heartbeat after which a host is lost
     terminal_logs: bool = True  # show each process's output with its "[worker 3]" prefix
 
+    def is_current(self) -> bool:
+        """Return whether no other start of the run may go on with it; asked on the first host when another is lost."""
+        return True
+
     def start_node(self, plan: Plan, node: Node, rendezvous: Rendezvous, others: RemoteHosts | None = None) -> Gang:
         """Start the processes of ``node``; of a gang that heals also those of the ``others``."""
         run = RunDirectory(plan.run_dir)
