@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,26 +37,30 @@ def test_those_that_answer_come_first_and_the_lost_one_last() -> None:
 
 def test_others_go_on_as_often_as_they_may(killed: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
     often = succession(killed, {"b", "c", "d"}, most=2)
-    second = often.next(HOSTS, LOST)
+    second = often.next(HOSTS, LOST, [])
     assert second is not None
     assert second == Lineup(("b", "c", "d", "a"), 1, "a")
     assert "starting again without a, on b, c, d (1 of 2)" in caplog.text
-    third = often.next(second, LOST)
+    third = often.next(second, LOST, [])
     assert third is not None
     assert third == Lineup(("c", "d", "b", "a"), 1, "b")
-    assert often.next(third, LOST) is None
+    assert often.next(third, LOST, []) is None
     assert "the first host, c, is lost, and launcher.max_restarts=2" in caplog.text
 
 
 def test_a_run_that_has_ended_or_that_too_few_could_go_on_with_does_not_begin_again(
     killed: RunDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert succession(killed, {"b", "c"}).next(HOSTS, 1) is None
+    assert succession(killed, {"b", "c"}).next(HOSTS, 1, []) is None
     done = RunDirectory(write_run(tmp_path / "done", steps=1))
-    assert succession(done, {"b", "c"}).next(HOSTS, LOST) is None
+    assert succession(done, {"b", "c"}).next(HOSTS, LOST, []) is None
     assert not caplog.text
-    assert succession(killed, {"b"}).next(HOSTS, LOST) is None
+    assert succession(killed, {"b"}).next(HOSTS, LOST, []) is None
     assert "too few hosts answer to go on without a: b" in caplog.text
+    assert succession(killed, {"b", "c"}).next(HOSTS, LOST, [signal.SIGTERM]) is None
+    signals = list[int]()  # of which one comes while it is asked who answers
+    asked = Succession(killed, lambda hosts: signals.append(2) or {*hosts}, lambda hosts: hosts > 0, 0.0, 600.0, 1)
+    assert asked.next(HOSTS, LOST, signals) is None
 
 
 @pytest.fixture

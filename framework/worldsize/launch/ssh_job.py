@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -156,9 +156,12 @@ class Succession:
             self._told_at = time.monotonic()
             first.tell({"within": self.silence / 2})
 
-    def next(self, lineup: Lineup, code: int) -> Lineup | None:
-        """Return the hosts that go on after the first one's agent has ended with ``code``; None: the run has ended."""
-        if code != _UNREACHED or look(self.run).exit_reason not in ("running", "killed"):
+    def next(self, lineup: Lineup, code: int, seen: Sequence[int]) -> Lineup | None:
+        """Return the hosts that go on after the first one's agent has ended with ``code``; None: the run has ended.
+
+        ``seen``: signals that have come; the first ends the search.
+        """
+        if seen or code != _UNREACHED or look(self.run).exit_reason not in ("running", "killed"):
             return None
         lost = lineup.hosts[0]
         if self._count == self.most:
@@ -166,14 +169,18 @@ class Succession:
             return None
         self._count += 1
         _logger.error("the first host, %s, is lost", lost)
-        time.sleep(self.silence)  # it may be cut off, and has ended its processes then
+        ended = time.monotonic() + self.silence  # it may be cut off, and has ended its processes by then
+        while time.monotonic() < ended and not seen:
+            time.sleep(_POLL)
         deadline = time.monotonic() + self.patience
         while not self.suffices((after := lineup.without_first(self.answers(lineup.hosts))).there):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or seen:
                 there = ", ".join(after.hosts[: after.there]) or "none"
                 _logger.error("too few hosts answer to go on without %s: %s", lost, there)
                 return None
             time.sleep(_FIRST_PAUSE)
+        if seen:
+            return None
         there, count = ", ".join(after.hosts[: after.there]), f"{self._count} of {self.most}"
         _logger.error("starting again without %s, on %s (%s)", lost, there, count)
         return after
@@ -210,12 +217,13 @@ class SshJob(Job):
             while True:
                 self._join()
                 codes = self._ended()
-                after = self.succession.next(self.lineup, codes[0]) if self.succession and not self._seen else None
-                if after is None or self._seen:
+                after = self.succession.next(self.lineup, codes[0], self._seen) if self.succession else None
+                if after is None:
                     break
                 self._begin(after)
         finally:
-            self._ended()
+            for agent in self._agents:
+                agent.let_go()
             for number, handler in before.items():
                 signal.signal(number, handler)
         return Outcome("ended", codes[0] if self.revival else codes[0] or max(codes))
@@ -225,6 +233,7 @@ class SshJob(Job):
 
     def _begin(self, lineup: Lineup) -> None:
         self.lineup = lineup
+        self.revival = self.revival and Revival(self.revival.run)
         self._agents = [self.start(lineup, node) for node in range(len(lineup.hosts))]
 
     def _ended(self) -> list[int]:
