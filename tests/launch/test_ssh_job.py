@@ -58,8 +58,13 @@ def test_a_run_that_has_ended_or_that_too_few_could_go_on_with_does_not_begin_ag
     assert succession(killed, {"b"}).next(HOSTS, LOST, []) is None
     assert "too few hosts answer to go on without a: b" in caplog.text
     assert succession(killed, {"b", "c"}).next(HOSTS, LOST, [signal.SIGTERM]) is None
-    signals = list[int]()  # of which one comes while it is asked who answers
-    asked = Succession(killed, lambda hosts: signals.append(2) or {*hosts}, lambda hosts: hosts > 0, 0.0, 600.0, 1)
+    signals = list[int]()
+
+    def answers(hosts: tuple[str, ...]) -> set[str]:
+        signals.append(signal.SIGTERM)  # it comes while the hosts are asked
+        return set(hosts)
+
+    asked = Succession(killed, answers, lambda hosts: hosts > 0, 0.0, 600.0, 1)
     assert asked.next(HOSTS, LOST, signals) is None
 
 
