@@ -138,6 +138,7 @@ def test_spare_hosts_take_the_places_of_lost_ones_in_the_same_change(
     assert digest == undisturbed("steps=70")
 
 
+@pytest.mark.slow
 def test_another_host_leads_from_the_newest_checkpoint_when_the_first_is_lost(
     four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
 ) -> None:
