@@ -17,8 +17,8 @@ from worldsize.launch import autoscale
 from worldsize.launch.autoscale_policies import FileAutoscaler, ScheduleAutoscaler
 from worldsize.testing.importing import import_plugins
 
-CLUSTER = Cluster("laptop", nodes=1, processes=4, device="cpu", backend="gloo", min_processes=2)
-HEAL = {"worker": Role(4, restart="heal")}
+CLUSTER = Cluster("laptop", nodes=1, processes=4, device="cpu", backend="gloo")
+HEAL = {"worker": Role(4, restart="heal", min_processes=2)}
 BLOCKS = {"worker": Role(4, restart="heal", block=2)}
 
 
@@ -105,7 +105,7 @@ def test_what_a_policy_wants_is_rounded_down_to_whole_blocks(
     tmp_path: Path, asked: list[dict[str, Any]], wanted: int, requested: int
 ) -> None:
     policy = Calls(body=lambda state: wanted)
-    roles = {"worker": Role(4, restart="heal", block=4)}
+    roles = {"worker": Role(4, restart="heal", min_processes=3, block=4)}
     assert autoscale.ask(policy, Plan(tmp_path, CLUSTER, roles, {}, logical_ranks=8, autoscaler=policy), 0.0) == ""
     assert [each["processes"] for each in asked] == [requested]
 

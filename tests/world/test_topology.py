@@ -109,6 +109,8 @@ def test_hosts_of_a_cluster_are_ordered_and_make_its_tiers(tmp_path: Path) -> No
     cluster = with_topology(given)
     assert (cluster["hosts"], cluster["tiers"]) == (["h01", "h02", "me@h05", "h06"], {"rack": 2})
     assert with_topology({**given, "tiers": {"island": 2}})["tiers"] == {"island": 2}
+    waits = with_topology({**given, "hosts": [*given["hosts"], "spare"], "spare_nodes": 1})
+    assert (waits["hosts"], waits["tiers"]) == ([*cluster["hosts"], "spare"], cluster["tiers"])
     with pytest.raises(ConfigError, match=r"cluster\.tiers\.rack=4: .* these 4 hosts have 2 of them each"):
         with_topology({**given, "tiers": {"rack": 4}})
 

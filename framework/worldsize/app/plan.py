@@ -258,7 +258,7 @@ def _cost_table(
 ) -> Table:
     """Build the table of forecasts; ``priced`` adds the cost of samples, if the cluster has prices."""
     cluster = settings.cluster
-    price = (cluster.price_per_hour or 0.0) * cluster.nodes if priced else 0.0
+    price = (cluster.price_per_hour or 0.0) * cluster.all_nodes if priced else 0.0
     columns = ["memory a rank", "sent a rank", "leaves a node", "communication", "exposed", "step", "efficiency"]
     columns += [f"compute for {WANTED:.0%}", *(["a million samples"] if price else [])]
     table = Table("strategy", *columns, title=f"{cluster.processes} processes on {cluster.nodes} nodes")
@@ -301,7 +301,7 @@ def _finish(settings: Settings, work: float, options: argparse.Namespace) -> tup
 def _prices(seconds: Sequence[float], cluster: Cluster, price_per_hour: float | None) -> tuple[str, str]:
     if price_per_hour is None:
         return "", ""
-    early, usual, late = (each / 3600 * cluster.nodes * price_per_hour for each in seconds)
+    early, usual, late = (each / 3600 * cluster.all_nodes * price_per_hour for each in seconds)
     return f"{usual:,.2f}", f"{early:,.2f} to {late:,.2f}"
 
 

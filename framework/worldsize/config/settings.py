@@ -178,7 +178,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         roles = {"worker": Role(cluster.processes)}  # all processes take part
     parts = strategy.data_parallel(cluster)
     logical_ranks = _wanted_ranks(config, strategy, cluster)
-    if run.evaluates is None:
+    if run.evaluates is None and not run.examine:
         _check_divisible(logical_ranks, workers=parts, batch=training.batch_size)
         strategy.check_micro_batches(logical_ranks // parts)
     autoscaler = None

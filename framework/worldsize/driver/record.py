@@ -250,6 +250,7 @@ def _shape(plan: Plan) -> dict[str, Any]:
     return {
         "name": cluster.name,
         "nodes": cluster.nodes,
+        "spare_nodes": cluster.spare_nodes,
         "processes": plan.world_size,
         "processes_per_node": cluster.processes_per_node,
         "backend": cluster.backend,
