@@ -264,6 +264,27 @@ def test_ranks_that_share_layers_stay_on_one_host(launch: Any, reference_run: An
     assert digest == alone.json("result.json")["state_digest"]
 
 
+def test_a_spare_host_gives_a_mesh_the_ranks_of_a_lost_one(
+    four: Hosts, launch: Any, reference_run: Any, begun: Any, tmp_path: Path
+) -> None:
+    """The two ranks of the spare host share layers, as those of the lost one did."""
+    hosts = ("cluster.hosts=[h1,h2,h3]", "cluster.spare_nodes=1", "launcher.node_timeout=6")
+    process = launch("steps=60", *hosts, f"faults=[{SLOW}]", model=SHARED, each=2)
+    folder = begun(tmp_path / "project", after=8)
+    four.link(2, "down")
+    try:
+        output, _ = process.communicate(timeout=200)
+    finally:
+        four.link(2, "up")
+    assert process.returncode == 0, output
+    (attempt,) = json.loads((folder / "run_manifest.json").read_text())["attempts"]
+    assert [each["members"] for each in attempt["memberships"]] == [[0, 1, 2, 3], [0, 1, 4, 5]], output
+    assert [each["hosts"] for each in attempt["memberships"]] == [["h1", "h1", other, other] for other in ("h2", "h3")]
+    digest = json.loads((folder / "result.json").read_text())["state_digest"]
+    alone = reference_run(*SHARED, *ELASTIC, "cluster.processes=2", "steps=60")
+    assert digest == alone.json("result.json")["state_digest"]
+
+
 def test_a_signal_saves_on_all_hosts(launch: Any, begun: Any, tmp_path: Path) -> None:
     process = launch("steps=2000", f"faults=[{{action: kill, rank: 2, step: 5}}, {SLOW}]")
     folder = begun(tmp_path / "project", after=12)
