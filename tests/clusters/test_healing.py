@@ -264,6 +264,7 @@ def test_ranks_that_share_layers_stay_on_one_host(launch: Any, reference_run: An
     assert digest == alone.json("result.json")["state_digest"]
 
 
+@pytest.mark.slow
 def test_a_spare_host_gives_a_mesh_the_ranks_of_a_lost_one(
     four: Hosts, launch: Any, reference_run: Any, begun: Any, tmp_path: Path
 ) -> None:

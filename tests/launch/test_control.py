@@ -24,7 +24,7 @@ from worldsize.launch import control as controls
 from worldsize.launch import node
 from worldsize.launch.control import Control, JobState, ListedProcess, request
 from worldsize.launch.gang import Gang, Graces
-from worldsize.launch.members import Member, Members
+from worldsize.launch.members import LostHostError, Member, Members
 from worldsize.launch.resize import Resize
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.fork import ready_to_fork
@@ -245,6 +245,20 @@ def test_a_request_for_more_than_the_host_can_start_does_not_end_the_run(tmp_pat
     with pytest.raises(WorldsizeError, match=r"worker 4 cannot be started: .*unavailable. Started: worker 2, worker 3"):
         Resize(members).grow(5)
     assert [each.rank for each in members.current] == [0, 1, 2, 3]
+    members.kill()
+
+
+def test_processes_that_would_be_on_a_lost_host_are_left_out(tmp_path: Path) -> None:
+    start = forked(tmp_path, set())
+
+    def start_on_two_hosts(role: str, rank: int, starts: int) -> Member:
+        if rank % 2:
+            raise LostHostError("the host h2 is lost")
+        return start(role, rank, starts)
+
+    members = Members({"worker": Role(2, restart="individual")}, start_on_two_hosts, max_restarts=0, terminal=None)
+    members.add("worker", 0)
+    assert Resize(members).grow(2) == ["worker 2", "worker 4"]
     members.kill()
 
 

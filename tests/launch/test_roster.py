@@ -297,6 +297,25 @@ def test_a_block_of_several_pairs_may_span_hosts() -> None:
     assert (processes.membership.members, processes.membership.waiting) == ((0, 3, 5, 6), (7,))
 
 
+def test_how_often_the_roster_looks_for_hosts_does_not_grow_with_the_square_of_the_world() -> None:
+    asked: list[int] = []
+
+    def node_of(rank: int) -> int:
+        asked.append(rank)
+        return rank // 8
+
+    roster = Roster(tuple(range(64)), lambda *_: None, 60.0, 1, 1, node_of)
+    for rank in range(64):
+        roster.take(rank, {"stopped": 0, "step": NEWCOMER})
+    for rank in range(64):
+        roster.take(rank, {"trained": 1})
+    roster.lose(5, "gone")
+    for rank in {*range(64)} - {5}:
+        roster.take(rank, {"stopped": 1, "step": 7})
+    assert roster.number == 2
+    assert len(asked) < 64 * 10
+
+
 def test_those_that_are_too_many_for_whole_blocks_hand_over_what_they_keep_and_wait(pairs: Processes) -> None:
     assert pairs.membership == Membership(2, (0, 2, 3, 4), (7,) * 4, {1: "gone"}, waiting=(5,))
     pairs.stop(5, 7)  # it waits now

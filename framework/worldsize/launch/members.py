@@ -97,6 +97,10 @@ class Member:
         return None
 
 
+class LostHostError(OSError):
+    """The host on which a process was to be started is lost."""
+
+
 @final
 class Members:
     """The processes of a gang.

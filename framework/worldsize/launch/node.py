@@ -31,7 +31,7 @@ from worldsize.world.interfaces import variables
 from worldsize.world.membership import MembershipChannel, Pipe
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
-from worldsize.world.roles import heals, role_of, role_ranks, together_of
+from worldsize.world.roles import heals, place_of, role_of, role_ranks
 from worldsize.world.scratch import private_folder
 
 _DETECTION = 5.0  # seconds within which this process notices that one that it has started is dead
@@ -110,10 +110,7 @@ class Rendezvous:
         return Rendezvous(folder, plan.world_size, f"file://{folder}/store", network)
 
     def placement(self, plan: Plan, rank: int) -> Placement:
-        together, planned = together_of(plan.roles), plan.world_size + plan.cluster.spare_nodes * self.local_size
-        groups, place = divmod(rank - planned, together)  # of those that joined later than those of the plan
-        joined = self.local_size + groups // plan.cluster.nodes * together + place
-        local = rank % self.local_size if rank < planned else joined
+        _, local = place_of(rank, plan)
         beat = self.folder / f"beat_{rank}"
         return Placement(rank, plan.world_size, local, self.local_size, self.store, plan.attempt, beat, 0, self.address)
 

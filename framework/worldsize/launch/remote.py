@@ -19,10 +19,10 @@ from worldsize.launch.agent_connection import AgentConnection, RemoteAgent
 from worldsize.launch.first_cause import ProcessError
 from worldsize.launch.handshake import Message
 from worldsize.launch.meeting import Door
-from worldsize.launch.members import Member
+from worldsize.launch.members import LostHostError, Member
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.heartbeat import Beat, write_beat
-from worldsize.world.roles import role_ranks, together_of
+from worldsize.world.roles import place_of, role_ranks
 
 _logger = logging.getLogger(__name__)
 
@@ -121,9 +121,9 @@ class RemoteHost:
         self._listener = threading.Thread(target=self._listen, daemon=True, name=f"node {agent.rank}")
 
     def start(self, roles: Mapping[str, Role], role: str, rank: int, starts: int) -> Member:
-        """Start a process there; raise OSError if the host is lost."""
+        """Start a process there; raise LostHostError if the host is lost."""
         if self.is_lost:
-            raise ConnectionError(f"the host {self.agent.host} is lost")
+            raise LostHostError(f"the host {self.agent.host} is lost")
         number = role_ranks(roles)[role].start + rank
         process = RemoteProcess(lambda **order: self._order(rank=number, **order))
         pipe = RemotePipe(lambda message: self._order(rank=number, tell=message))
@@ -132,10 +132,6 @@ class RemoteHost:
         self._processes[number] = member, process, pipe
         self._order(rank=number, role=role, role_rank=rank, starts=starts)
         return member
-
-    def holds(self, number: int) -> bool:
-        """Return whether the process with this global rank was last started there."""
-        return number in self._processes
 
     def listen(self) -> None:
         """Handle the messages of the agent, in a thread."""
@@ -224,7 +220,6 @@ class RemoteHosts:
         self._may_go_on = may_go_on
         self.connections: list[AgentConnection] = []
         self._hosts: dict[int, RemoteHost] = {}
-        self._own: set[int] = set()  # global ranks of processes that were started on the first host
         for agent in agents:
             self._include(agent)
 
@@ -262,18 +257,8 @@ class RemoteHosts:
         self.connections.append(agent.connection)
 
     def node_of(self, number: int) -> int:
-        """Return the node on which the process with this global rank runs, or would be started."""
-        if number in self._own:
-            return 0
-        for node, host in self._hosts.items():
-            if host.holds(number):
-                return node
-        cluster = self._plan.cluster
-        later = number - self._plan.world_size - cluster.spare_nodes * cluster.processes_per_node
-        if later < 0:  # those of the plan are in the order of the hosts
-            return number // cluster.processes_per_node
-        there = [0, *(node for node in sorted(self._hosts) if not self._hosts[node].is_lost)][: cluster.nodes]
-        return there[later // together_of(self._plan.roles) % len(there)]
+        """Return the node of the process with this global rank, whether it lives or not."""
+        return place_of(number, self._plan)[0]
 
     def host_of(self, number: int) -> str:
         """Return the name of the host of the process with this global rank."""
@@ -281,12 +266,9 @@ class RemoteHosts:
         return self._hosts[node].agent.host if node else socket.gethostname()
 
     def start(self, role: str, rank: int, starts: int) -> Member | None:
-        """Start a process; None: it belongs to the first host. Raises OSError if its host is lost."""
+        """Start a process; None: it belongs to the first host. Raises LostHostError if its host is lost."""
         node = self.node_of(role_ranks(self._plan.roles)[role].start + rank)
-        if node == 0:
-            self._own.add(role_ranks(self._plan.roles)[role].start + rank)
-            return None
-        return self._hosts[node].start(self._plan.roles, role, rank, starts)
+        return self._hosts[node].start(self._plan.roles, role, rank, starts) if node else None
 
     def listen(self) -> None:
         """Handle the messages of all agents."""

@@ -7,7 +7,7 @@ from typing import final
 
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.control import MOST, JobState, ListedProcess
-from worldsize.launch.members import Member, Members
+from worldsize.launch.members import LostHostError, Member, Members
 from worldsize.launch.membership_server import MembershipServer
 
 
@@ -32,10 +32,13 @@ class Resize:
             self._server.make_room(count, self._training())
         taken = [member.rank for member in (*members.current, *members.lost) if member.role == role]
         first = max(max(taken) + 1, members.roles[role].processes)
-        names: list[str] = []
-        for rank in range(first, first + count):
+        names, rank = list[str](), first - 1
+        while len(names) < count:
+            rank += 1
             try:
                 members.add(role, rank)
+            except LostHostError:
+                continue  # the first host, whose turn comes too, is not lost
             except OSError as error:  # no more processes, or a full disk
                 started = f"Started: {', '.join(names)}" if names else "None was started"
                 raise WorldsizeError(f"{role} {rank} cannot be started: {error}. {started}.") from error

@@ -148,7 +148,8 @@ class Roster:
 
     def _change(self) -> None:
         """End the membership if somebody waits to join or to leave and all members have trained; begin the next one."""
-        if all(self._begun.get(rank) for rank in self.members) and self._next_members() != self.members:
+        is_settled = self._since is None and all(self._begun.get(rank) for rank in self.members)
+        if is_settled and self._next_members() != self.members:
             self._end()
         self._form()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from worldsize.core import ConfigError, Role
+from worldsize.core import ConfigError, Plan, Role
 
 
 def role_ranks(roles: Mapping[str, Role]) -> dict[str, range]:
@@ -35,6 +35,21 @@ def fewest(roles: Mapping[str, Role]) -> int:
     """Return the least number of processes, in whole blocks, with which a gang that heals goes on."""
     healing = [role for role in roles.values() if role.restart == "heal"]
     return max(-(-(role.min_processes or 1) // role.block) * role.block for role in healing)
+
+
+def place_of(global_rank: int, plan: Plan) -> tuple[int, int]:
+    """Return the node of a process, and its rank on that node.
+
+    Those of the plan and of spare nodes are in the order of the nodes. Of those that join later each node gets as many
+    as must be on one host, in turn; in a gang that does not heal they are all on the first node.
+    """
+    cluster, per_node = plan.cluster, plan.cluster.processes_per_node
+    later = global_rank - cluster.all_nodes * per_node
+    if later < 0:
+        return global_rank // per_node, global_rank % per_node
+    together, nodes = together_of(plan.roles), cluster.all_nodes if heals(plan.roles) else 1
+    turn, node = divmod(later // together, nodes)
+    return node, per_node + turn * together + later % together
 
 
 def role_of(global_rank: int, roles: Mapping[str, Role]) -> tuple[str, int]:
