@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.observe.run_folders import attempt, write_run
+from worldsize.launch.ssh import Ssh
 from worldsize.launch.ssh_job import Lineup, SshAgent, Succession
 from worldsize.records.run_directory import RunDirectory
 
@@ -26,13 +27,20 @@ def killed(tmp_path: Path) -> RunDirectory:
 
 
 def succession(run: RunDirectory, answering: set[str], *, least: int = 2, most: int = 1) -> Succession:
-    return Succession(run, lambda _: answering, lambda hosts: hosts >= least, 0.0, 0.0, most)
+    return Succession(run, lambda: answering, lambda hosts: hosts >= least, 0.0, 0.0, most)
 
 
 def test_those_that_answer_come_first_and_the_lost_one_last() -> None:
     assert HOSTS.without_first({"b", "d"}) == Lineup(("b", "d", "c", "a"), 2, "a")
     assert HOSTS.without_first({"a", "b", "c", "d"}) == Lineup(("b", "c", "d", "a"), 0, "a")
     assert HOSTS.without_first({"a", "c"}).hosts == ("c", "a", "b", "d")
+
+
+def test_the_hosts_that_answer_are_those_that_ssh_reaches(tmp_path: Path) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\ncase "$*" in *" b true") exit 255;; esac\n')
+    ssh.chmod(0o755)
+    assert Ssh(hosts=["a", "b", "c"], ssh=[str(ssh)]).answering() == {"a", "c"}
 
 
 def test_others_go_on_as_often_as_they_may(killed: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
@@ -60,11 +68,11 @@ def test_a_run_that_has_ended_or_that_too_few_could_go_on_with_does_not_begin_ag
     assert succession(killed, {"b", "c"}).next(HOSTS, LOST, [signal.SIGTERM]) is None
     signals = list[int]()
 
-    def answers(hosts: tuple[str, ...]) -> set[str]:
+    def answering() -> set[str]:
         signals.append(signal.SIGTERM)  # it comes while the hosts are asked
-        return set(hosts)
+        return {*HOSTS.hosts}
 
-    asked = Succession(killed, answers, lambda hosts: hosts > 0, 0.0, 600.0, 1)
+    asked = Succession(killed, answering, lambda hosts: hosts > 0, 0.0, 600.0, 1)
     assert asked.next(HOSTS, LOST, signals) is None
 
 

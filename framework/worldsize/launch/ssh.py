@@ -65,7 +65,7 @@ class Ssh(NodeLauncher, AgentLauncher):
             return SshJob(start, lineup, self.save_grace)
         succession = Succession(
             run,
-            self._answering,
+            self.answering,
             lambda hosts: min(hosts, plan.cluster.nodes) * plan.cluster.processes_per_node >= fewest(plan.roles),
             self.node_timeout,
             plan.cluster.timeout,
@@ -73,8 +73,10 @@ class Ssh(NodeLauncher, AgentLauncher):
         )
         return SshJob(start, lineup, self.save_grace, Revival(run), succession)
 
-    def _answering(self, hosts: Sequence[str]) -> set[str]:
-        return {host for host, why in zip(hosts, self._everywhere(self._refusal), strict=True) if why is None}
+    def answering(self) -> set[str]:
+        """Return the hosts that can be reached."""
+        refusals = zip(self.hosts, self._everywhere(self._refusal), strict=True)
+        return {host for host, refusal in refusals if refusal is None}
 
     def describe(self, plan: Plan) -> str:
         copies = [shlex.join(words) for host in self.hosts for words in self._copies(host)]

@@ -134,7 +134,7 @@ class Succession:
 
     Args:
         run: The run folder.
-        answers: Returns which of some hosts can be reached.
+        answering: Returns the hosts that can be reached.
         suffices: Whether so many hosts are enough.
         silence: Seconds without a heartbeat after which a host is lost.
         patience: Seconds within which enough hosts must be reached.
@@ -142,7 +142,7 @@ class Succession:
     """
 
     run: RunDirectory
-    answers: Callable[[tuple[str, ...]], set[str]]
+    answering: Callable[[], set[str]]
     suffices: Callable[[int], bool]
     silence: float
     patience: float
@@ -163,9 +163,9 @@ class Succession:
         """
         if seen or code != _UNREACHED or look(self.run).exit_reason not in ("running", "killed"):
             return None
-        lost = lineup.hosts[0]
+        lost, remedy = lineup.hosts[0], f"`worldsize resume {self.run.path}` goes on from the newest checkpoint."
         if self._count == self.most:
-            _logger.error("the first host, %s, is lost, and launcher.max_restarts=%d", lost, self.most)
+            _logger.error("the first host, %s, is lost, and launcher.max_restarts=%d; %s", lost, self.most, remedy)
             return None
         self._count += 1
         _logger.error("the first host, %s, is lost", lost)
@@ -173,10 +173,10 @@ class Succession:
         while time.monotonic() < ended and not seen:
             time.sleep(_POLL)
         deadline = time.monotonic() + self.patience
-        while not self.suffices((after := lineup.without_first(self.answers(lineup.hosts))).there):
+        while not self.suffices((after := lineup.without_first(self.answering())).there):
             if time.monotonic() > deadline or seen:
                 there = ", ".join(after.hosts[: after.there]) or "none"
-                _logger.error("too few hosts answer to go on without %s: %s", lost, there)
+                _logger.error("too few hosts answer to go on without %s: %s; %s", lost, there, remedy)
                 return None
             time.sleep(_FIRST_PAUSE)
         if seen:
