@@ -11,6 +11,7 @@ import torch
 
 from worldsize.core import Cluster
 from worldsize.cost.collectives import compute_seconds_for
+from worldsize.observe.health.memory import Memory, within
 from worldsize.planning.forecast import Forecast
 
 _ALIKE = 1.1  # forecasts closer than this may be ordered differently when measured: see benchmarks/README.md
@@ -20,15 +21,16 @@ WANTED = 0.8  # efficiency
 def detected_memory_bytes(cluster: Cluster) -> float | None:
     """Return the memory for one process's tensors on this machine, in bytes: a GPU's, or a share of the RAM.
 
-    The share is that of one rank, without the private memory of this process for its imports, which each rank needs
-    too; call it before data are loaded. 0: nothing remains. None: unknown, since there is no GPU, or several nodes, or
-    another kind of device.
+    The RAM is that of the container or the job if it has less. The share is that of one rank, without the private
+    memory of this process for its imports, which each rank needs too; call it before data are loaded. 0: nothing
+    remains. None: unknown, since there is no GPU, or several nodes, or another kind of device.
     """
     if cluster.device == "cuda":
         return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.device_count() else None
     if cluster.nodes > 1 or cluster.device != "cpu":
         return None
-    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cluster.processes_per_node
+    physical = Memory(used=0, total=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    share = within(physical).total / cluster.processes_per_node
     return max(0.0, share - _private_bytes())
 
 
