@@ -188,7 +188,9 @@ REFUSALS = {
         ["+cluster.device_type=3"],
         "no key 'cluster.device_type'; did you mean 'device'?",
     ),
-    "wrong type": (["steps=many"], "steps: value 'many' of type 'str' could not be converted to Integer."),
+    "wrong type": (["steps=many"], "steps='many' is of the wrong type: it takes a whole number."),
+    "no number": (["clip_norm=much"], "clip_norm='much' is of the wrong type: it takes a number."),
+    "neither true nor false": (["compile=maybe"], "compile='maybe' is of the wrong type: it takes true or false."),
     "wrong type in a strategy": (
         ["strategy.bucket_mb=big"],
         "strategy.bucket_mb='big' is of the wrong type: it takes float.",

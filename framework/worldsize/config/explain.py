@@ -104,4 +104,12 @@ def _wrong_type(error: ValidationError) -> str:
     message = str(error.msg or error).splitlines()[0]
     if error.full_key and message.endswith("is not Optional"):
         return f"{error.full_key} needs a value; null is none. Set {error.full_key}=VALUE, or leave it out."
+    if error.full_key and (match := _CONVERSION.match(message)):
+        return f"{error.full_key}={match[1]} is of the wrong type: it takes {_KINDS[match[2] or match[3]]}."
     return f"{error.full_key}: {message[:1].lower()}{message[1:]}." if error.full_key else message
+
+
+_CONVERSION = re.compile(
+    r"Value (.+?) (?:of type '\w+' could not be converted to (Integer|Float)|is not a valid (bool) )", re.DOTALL
+)
+_KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
