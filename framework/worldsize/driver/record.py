@@ -44,6 +44,7 @@ from worldsize.reproducibility.level import (
     orders_differ,
     promised_level,
     resume_downgrades,
+    without_copies,
 )
 from worldsize.reproducibility.plugins import digest_of, keep, kept_folder
 from worldsize.world.environments import image_of
@@ -142,8 +143,8 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
     """Raise WorldsizeError if the resumed run would compute something different."""
     manifest = record.manifest
     changed = changes(manifest["config"], clean.tree(settings.config))
-    differences = [f"{key}: {then} then, {now} now" for key, then, now in changes_but(changed, ("steps", *ignore))]
-    if differences:
+    left = without_copies(changes_but(changed, ("steps", *ignore)))
+    if differences := [f"{key}: {then} then, {now} now" for key, then, now in left]:
         raise ConfigError(
             f"the run was begun with another configuration: {'; '.join(differences)}. "
             "Leave the change out, or accept it with --ignore KEY; nothing was started."

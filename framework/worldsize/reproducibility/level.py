@@ -119,6 +119,15 @@ def changes_but(changes: Sequence[tuple[str, Any, Any]], ignore: Sequence[str]) 
     return [each for each in changes if not _is_below(each[0], ignore) and (each[1], each[2]) not in accepted]
 
 
+def without_copies(changes: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
+    """Leave out what an interpolation changes along: a key of the same name and values as one that is less deep."""
+    first: dict[tuple[str, str], tuple[str, Any, Any]] = {}
+    for each in sorted(changes, key=lambda change: change[0].count(".")):
+        key, then, now = each
+        first.setdefault((key.rpartition(".")[2], repr((then, now))), each)
+    return sorted(first.values(), key=lambda change: change[0])
+
+
 def _is_below(key: str, parents: Sequence[str]) -> bool:
     return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
 
