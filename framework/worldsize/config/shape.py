@@ -64,7 +64,7 @@ def _processes(cluster: Mapping[str, Any], nodes: int, gpus: int) -> int:
     if total is not None and per_node is not None and total != per_node * nodes:
         raise ConfigError(
             f"cluster.processes={total} contradicts cluster.processes_per_node={per_node} on {nodes} nodes. "
-            "Set one of them."
+            f"Set cluster.processes=null, which is {per_node * nodes} then, or leave cluster.processes_per_node out."
         )
     if total is None and per_node is None:
         per_node = gpus if cluster["device"] != "cpu" else 1
