@@ -202,6 +202,10 @@ REFUSALS = {
         ["strategy=zero", "strategy.reduce=hierarchical"],
         "strategy.reduce='hierarchical' is no way in which ZeRO sums. Known: flat, ordered.",
     ),
+    "sums that the level wants": (
+        ["strategy=easgd", "cluster.processes=3", "reproducibility=elastic"],
+        "Known: flat. reproducibility=elastic asks for it. Set another level, or strategy=ddp, say.",
+    ),
     "single on two": (["strategy=single"], "strategy=single runs on one process; the cluster has 2."),
     "a mesh whose recipe does not say how layers divide": (
         ["strategy=mesh", "strategy.tensor=2"],

@@ -27,7 +27,6 @@ from worldsize.config.compose import choices, task_overrides
 from worldsize.core import Cluster
 from worldsize.core.limits import Range
 from worldsize.cost.checkpoints import mtbf_seconds
-from worldsize.cost.collectives import compute_seconds_for
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
 from worldsize.messages import CONFIG_ERROR, duration, refuse
 from worldsize.planning.advice import (
@@ -262,7 +261,7 @@ def _cost_table(
         cost = each.cost
         cells = [size_text(size) for size in (cost.memory_bytes, cost.sent_bytes, cost.across_bytes)]
         cells += [time_text(each) for each in (cost.communication_seconds, each.exposed_seconds, each.step_seconds)]
-        cells += [f"{each.efficiency:.1%}", time_text(compute_seconds_for(WANTED, each.exposed_seconds))]
+        cells += [f"{each.efficiency:.1%}", time_text(each.compute_seconds_for(WANTED))]
         cells += [f"{price_per_million(each, settings.training.batch_size, price):.2f}"] if price else []
         cells[0] += " *" if each.by_formula else ""
         cells[0] += " ✗" if name in unfitting else ""

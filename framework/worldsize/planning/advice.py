@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -10,7 +11,6 @@ from pathlib import Path
 import torch
 
 from worldsize.core import Cluster
-from worldsize.cost.collectives import compute_seconds_for
 from worldsize.observe.health.memory import Memory, within
 from worldsize.planning.forecast import Forecast
 
@@ -89,7 +89,7 @@ def _apart(best: Forecast, name: str, second: Forecast) -> str:
         f"waits {time_text(second.exposed_seconds)} for communication, not {time_text(best.exposed_seconds)}": (
             second.exposed_seconds - best.exposed_seconds
         ),
-        "computes more beside the model": second.cost.added_seconds - best.cost.added_seconds,
+        "computes more beside the model": second.added_seconds - best.added_seconds,
         f"is idle for {second.cost.idle:.0%} of the time": (second.cost.idle - best.cost.idle) * second.step_seconds,
         "has more to compute on each worker": second.compute_seconds - best.compute_seconds,
     }
@@ -100,7 +100,12 @@ def _apart(best: Forecast, name: str, second: Forecast) -> str:
 def _share(best: Forecast) -> str:
     if best.efficiency >= WANTED:
         return f"{best.efficiency:.1%} of the time computes."
-    needed = compute_seconds_for(WANTED, best.exposed_seconds)
+    needed = best.compute_seconds_for(WANTED)
+    if math.isinf(needed):
+        return (
+            f"Only {best.efficiency:.1%} of the time computes, and a rank is idle for {best.cost.idle:.0%} of it, "
+            "whatever it computes. Take more micro-batches (logical_ranks)."
+        )
     return (
         f"Only {best.efficiency:.1%} of the time computes: {WANTED:.0%} needs {time_text(needed)} of compute a step, "
         f"{needed / best.compute_seconds:.1f} × as much. Take a larger batch, fewer bytes (strategy.compress) or ranks."
@@ -153,5 +158,7 @@ def size_text(count: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Format a time in seconds from 10 s on, else in milliseconds."""
+    """Format a time in seconds from 10 s on, else in milliseconds; an infinite one is "never"."""
+    if math.isinf(seconds):
+        return "never"
     return f"{seconds:.2f} s" if seconds >= 10 else f"{1e3 * seconds:.2f} ms"
