@@ -80,7 +80,7 @@ def test_compute_measured_under_the_strategy_replaces_that_of_the_workload() -> 
 
 @pytest.mark.parametrize("idle", [0.0, 0.1])
 def test_the_compute_for_an_efficiency_counts_all_that_is_lost(idle: float) -> None:
-    """What a strategy computes besides the model is lost, too: a step that is less efficient than wanted needs more."""
+    """A step that is less efficient than wanted needs more, also if its strategy computes much besides the model."""
     cost = Cost(0.0, 0.0, 0.0, 1.0, idle=idle, exposed_seconds=0.1, added_seconds=0.4)
     for measured in (None, 1.4):  # added by the strategy's own account, or as it was measured
         found = forecast(cost, Workload(0.0, 0.0, compute_seconds=1.0), measured)

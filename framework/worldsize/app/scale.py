@@ -158,9 +158,7 @@ def _by_strategy(words: Sequence[str], names: Sequence[str]) -> dict[str, list[s
         ConfigError: there is no such strategy, or none has the key.
     """
     typed = {word: re.split("[.=]", word)[1] for word in words if word.startswith("strategy.")}
-    known: dict[str, set[str]] = {}
-    for name in names if typed else ():
-        compose_and_call(lambda cfg, name=name: known.update({name: {*cfg.strategy}}), [f"strategy={name}"])
+    known = {name: _keys_of(name) for name in names} if typed else {}
     for key in typed.values():
         if known and not any(key in keys for keys in known.values()):
             raise ConfigError(
@@ -170,6 +168,13 @@ def _by_strategy(words: Sequence[str], names: Sequence[str]) -> dict[str, list[s
         name: [*(word for word in words if word not in typed or typed[word] in known[name]), f"strategy={name}"]
         for name in names
     }
+
+
+def _keys_of(strategy: str) -> set[str]:
+    """Return the keys of a strategy's options."""
+    keys: set[str] = set()
+    compose_and_call(lambda cfg: keys.update(map(str, cfg.strategy)), [f"strategy={strategy}"])
+    return keys
 
 
 def _cluster(shape: tuple[int, int]) -> list[str]:
