@@ -193,10 +193,11 @@ def test_a_run_that_is_asked_to_end_ends_its_sweep(
 
 
 def test_each_run_of_a_sweep_is_told_by_what_the_sweep_varies(
-    called: Callable[..., int], capfd: pytest.CaptureFixture[str]
+    called: Callable[..., int], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "worldsize")
     assert called(lambda cfg: Trial(0), "-m", "+strategy=ddp", "steps=3", "seed=1,2", "+logger.token=a,b") == 0
-    assert [line for line in capfd.readouterr().out.splitlines() if line.startswith("run ")] == [
+    assert [message for message in caplog.messages if message.startswith("run ")] == [
         f"run {number} of the sweep: seed={seed} +logger.token={REDACTED}"
         for number, seed in enumerate((1, 1, 2, 2), start=1)
     ]

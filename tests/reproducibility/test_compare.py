@@ -82,6 +82,8 @@ def test_changes_of_configuration_are_named_and_accepted_by_key() -> None:
     assert without_copies(differences) == [("lr", 0.1, 0.2), ("optimizer.betas", [0.9], [0.8])]
     apart = changes({"lr": 0.1, "optimizer": {"lr": 0.1}}, {"lr": 0.2, "optimizer": {"lr": 0.3}})
     assert without_copies(apart) == apart  # the second was set to a value of its own
+    groups = changes({"a": {"lr": 0.1}, "b": {"lr": 0.1}}, {"a": {"lr": 0.2}, "b": {"lr": 0.2}})
+    assert without_copies(groups) == groups  # neither is a copy of the other
 
 
 def attempt(number: int, *, start_at: float, first_step_at: float, end_at: float, steps: list[int]) -> Attempt:

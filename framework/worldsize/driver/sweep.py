@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -18,9 +19,11 @@ from worldsize.config.objective import SweepEnd, SweepEnded, Trial, TrialFailedE
 from worldsize.driver.exit_codes import ExitCodes, ends_sweep
 from worldsize.driver.side_by_side import SideBySide
 from worldsize.errors import WorldsizeError
-from worldsize.messages import printable, refuse, show_messages
+from worldsize.messages import refuse, show_messages
 from worldsize.records.redaction import redacted_arguments
 from worldsize.world.scratch import temporary_folder
+
+_logger = logging.getLogger(__name__)
 
 
 def call_sweep(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) -> int:
@@ -94,7 +97,7 @@ class _Sweep:
                 self.side_by_side.join()
         if self._is_asked() or any(map(ends_sweep, self._codes.noted())):
             return SweepEnd()  # another process waits for the runs that continue
-        print(self._described(), flush=True)
+        _logger.info("%s", self._described())
         trial = self._tried(cfg)
         self._codes.note(trial.exit_code, of_search=is_search())
         if ends_sweep(trial.exit_code):
@@ -109,7 +112,7 @@ class _Sweep:
         """Return a line about the run that begins, since many follow each other on a terminal."""
         own = HydraConfig.get()
         varied = [word for word in own.overrides.task if word.lstrip("+") not in self._typed]
-        return f"run {own.job.num + 1} of the sweep: {printable(' '.join(redacted_arguments(varied)))}"
+        return f"run {own.job.num + 1} of the sweep: {' '.join(redacted_arguments(varied))}"
 
     def _is_asked(self) -> bool:
         """Return whether the launching process has received a signal, which it forwards."""

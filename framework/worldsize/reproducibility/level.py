@@ -122,11 +122,12 @@ def changes_but(changes: Sequence[tuple[str, Any, Any]], ignore: Sequence[str]) 
 
 def without_copies(changes: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
     """Leave out what an interpolation changes along: a key of the same name and values as one that is less deep."""
-    first: dict[tuple[str, str], tuple[str, Any, Any]] = {}
-    for each in sorted(changes, key=lambda change: change[0].count(".")):
-        key, then, now = each
-        first.setdefault((key.rpartition(".")[2], repr((then, now))), each)
-    return sorted(first.values(), key=lambda change: change[0])
+    kept: list[tuple[str, Any, Any]] = []
+    for key, then, now in sorted(changes, key=lambda change: change[0].count(".")):
+        of_one_name = (other for other in kept if other[0].rpartition(".")[2] == key.rpartition(".")[2])
+        if not any(other[1:] == (then, now) and other[0].count(".") < key.count(".") for other in of_one_name):
+            kept.append((key, then, now))
+    return sorted(kept, key=lambda change: change[0])
 
 
 def _is_below(key: str, parents: Sequence[str]) -> bool:
