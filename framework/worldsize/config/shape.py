@@ -32,7 +32,8 @@ def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     if processes < 1:
         raise ConfigError(f"cluster.processes={processes}: a run needs at least 1 process.")
     if processes % nodes:
-        raise ConfigError(f"{processes} processes do not divide over {nodes} nodes. Set cluster.processes_per_node.")
+        multiple = -(-processes // nodes) * nodes
+        raise ConfigError(f"{processes} processes do not divide over {nodes} nodes. Set cluster.processes={multiple}.")
     return {**cluster, "processes": processes, "processes_per_node": processes // nodes}
 
 
