@@ -188,6 +188,10 @@ REFUSALS = {
         ["+cluster.device_type=3"],
         "no key 'cluster.device_type'; did you mean 'device'?",
     ),
+    "key of other clusters": (
+        ["cluster.partition=gpu"],
+        "only cluster=slurm has the key cluster.partition. Choose it, e.g. +cluster=slurm, or leave the key out.",
+    ),
     "wrong type": (["steps=many"], "steps='many' is of the wrong type: it takes a whole number."),
     "no number": (["clip_norm=much"], "clip_norm='much' is of the wrong type: it takes a number."),
     "neither true nor false": (["compile=maybe"], "compile='maybe' is of the wrong type: it takes true or false."),
