@@ -150,7 +150,8 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
             "Leave the change out, or accept it with --ignore KEY; nothing was started."
         )
     if "data" not in ignore:
-        check_data(manifest["data"], recipe_fingerprint(settings.recipe))
+        remedy = "Bring that file back, or accept it with --ignore data"
+        check_data(manifest["data"], recipe_fingerprint(settings.recipe), remedy=remedy)
     if orders_differ(order := manifest["determinism"].get("order", 1), ORDER, manifest):
         _logger.warning(
             "the run was begun with version %d of the order of samples, and goes on with version %d: the epoch at hand "
