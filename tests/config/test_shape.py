@@ -36,8 +36,12 @@ def test_processes_follow_from_what_is_given(given: dict[str, Any], gpus: int, p
     [
         ({"processes": 0}, 0, "cluster.processes=0: a run needs at least 1 process"),
         ({"nodes": 0}, 0, "cluster.nodes=0 must be 1 or more"),
-        ({"nodes": 2, "processes": 3}, 0, "3 processes do not divide over 2 nodes"),
-        ({"nodes": 2, "processes": 4, "processes_per_node": 4}, 0, "cluster.processes=4 contradicts"),
+        ({"nodes": 2, "processes": 3}, 0, "3 processes do not divide over 2 nodes. Set cluster.processes=4."),
+        (
+            {"nodes": 2, "processes": 4, "processes_per_node": 4},
+            0,
+            "cluster.processes=4 contradicts .* Set cluster.processes=null, which is 8 then, or leave",
+        ),
         ({"device": "cuda"}, 0, "no GPU that torch can use"),
         ({"device": None}, 0, "cluster.device=null is decided by cluster.gpus_per_node or cluster.accelerators"),
         ({"device": "xpu"}, 0, "cluster.device=xpu, but this machine has no xpu device that torch can use"),

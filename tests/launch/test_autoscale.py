@@ -62,9 +62,20 @@ def test_a_schedule_says_how_many_from_when_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "stages",
-    [[{"after": 2, "processes": 1}, {"after": 1, "processes": 1}], [{"after": 1}], [{"after": 1, "processes": 1.5}]],
+    [
+        [{"after": 2, "processes": 1}, {"after": 1, "processes": 1}],
+        [{"after": 1}],
+        [{"after": 1, "processes": 1.5}],
+        [{"after": "1 h", "processes": 4}],
+        [{"after": 1, "processes": "four"}],
+        [{"after": -1, "processes": 4}],
+        [{"after": 1, "processes": 0}],
+        [{"after": float("inf"), "processes": 4}],
+        [4],
+    ],
+    ids=str,
 )
-def test_a_schedule_that_makes_no_sense_is_refused(stages: list[dict[str, float]]) -> None:
+def test_a_schedule_that_makes_no_sense_is_refused(stages: Any) -> None:
     with pytest.raises(ConfigError, match=r"autoscale\.stages"):
         ScheduleAutoscaler(stages=stages)
 

@@ -300,11 +300,11 @@ def _check_backend(named: str) -> None:
 
 
 def _check_reduce(strategy: Strategy) -> None:
-    wanted, known = strategy.reduce, strategy.reductions
+    wanted, known, name = strategy.reduce, strategy.reductions, type(strategy).__name__
     if wanted not in known:
-        raise ConfigError(
-            f"strategy.reduce={wanted!r} is no way in which {type(strategy).__name__} sums{neighbours(wanted, known)}"
-        )
+        level = " reproducibility=elastic asks for it. Set another level, or strategy=ddp, say."
+        fact = f"strategy.reduce={wanted!r} is no way in which {name} sums{neighbours(wanted, known)}"
+        raise ConfigError(fact + (level if wanted == "ordered" else ""))
 
 
 def logical_ranks_wanted(config: Mapping[str, Any]) -> int:

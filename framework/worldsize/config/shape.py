@@ -46,7 +46,8 @@ def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     if processes < 1:
         raise ConfigError(f"cluster.processes={processes}: a run needs at least 1 process.")
     if processes % nodes:
-        raise ConfigError(f"{processes} processes do not divide over {nodes} nodes. Set cluster.processes_per_node.")
+        multiple = -(-processes // nodes) * nodes
+        raise ConfigError(f"{processes} processes do not divide over {nodes} nodes. Set cluster.processes={multiple}.")
     return {**cluster, "processes": processes, "processes_per_node": processes // nodes}
 
 
@@ -78,7 +79,7 @@ def _processes(cluster: Mapping[str, Any], nodes: int, gpus: int) -> int:
     if total is not None and per_node is not None and total != per_node * nodes:
         raise ConfigError(
             f"cluster.processes={total} contradicts cluster.processes_per_node={per_node} on {nodes} nodes. "
-            "Set one of them."
+            f"Set cluster.processes=null, which is {per_node * nodes} then, or leave cluster.processes_per_node out."
         )
     if total is None and per_node is None:
         per_node = gpus if cluster["device"] != "cpu" else 1

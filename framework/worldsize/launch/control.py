@@ -184,8 +184,9 @@ def request(sign: Path, **facts: Any) -> Any:
                 receive_line(connection, at_most=_LONGEST_ANSWER, deadline=deadline), at_most=_LONGEST_ANSWER
             )
     except (OSError, ValueError) as error:
+        why = "" if isinstance(error, FileNotFoundError) else f" ({error})"
         raise ConfigError(
-            f"the run {sign.parent} is not being trained on this machine ({error}). Look at `worldsize status`."
+            f"the run {sign.parent} is not being trained on this machine{why}. Look at `worldsize status`."
         ) from error
     match answer:
         case {"answer": result}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -182,13 +183,22 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
             "exclude": self.exclude,
             "array": f"0-{len(plans) - 1}" if len(plans) > 1 else None,
             "signal": f"USR1@{self.signal_before}",
-            "output": folder / ("slurm_%A_%a.log" if len(plans) > 1 else "slurm_%j.log"),
+            "output": f"{str(folder).replace('%', '%%')}/{'slurm_%A_%a.log' if len(plans) > 1 else 'slurm_%j.log'}",
             "open-mode": "append",
         }
         flags = [("exclusive", None)] if self.exclusive else []
         given = [(name, value) for name, value in named.items() if value is not None]
         flags += [("no-kill", None)] if heals(plans[0].roles) else []
-        return [*given, ("requeue", None), *flags, *self.options.items()]
+        every = [*given, ("requeue", None), *flags, *self.options.items()]
+        return [(name, None if value is None else _quoted(str(value))) for name, value in every]
+
+
+def _quoted(value: str) -> str:
+    """Return a value as a line of #SBATCH takes it: in quotes if a space would end it, or # begin a comment."""
+    if not re.search(r"[\s#'\"\\]", value):
+        return value
+    escaped = re.sub(r'([\\"])', r"\\\1", value)
+    return f'"{escaped}"'
 
 
 def _facts(job: str) -> dict[str, str]:
