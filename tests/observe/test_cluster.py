@@ -12,8 +12,8 @@ CLUSTER = {"nodes": 2, "processes_per_node": 3, "device": "cuda"}
 ROLES = [{"role": "server", "processes": 2}, {"role": "worker", "processes": 4}]
 
 
-def record(cluster: dict[str, Any]) -> Record:
-    return Record(Path(), {"cluster": cluster, "hardware": [], "attempts": []}, (), (), {}, (), 1, {}, 0)
+def record(cluster: dict[str, Any], *attempts: Any) -> Record:
+    return Record(Path(), {"cluster": cluster, "hardware": [], "attempts": attempts}, (), (), {}, (), 1, {}, 0)
 
 
 def test_places_follow_from_the_roles() -> None:
@@ -29,3 +29,10 @@ def test_an_older_record_lists_them() -> None:
     first, second = nodes(record({"nodes": 2, "ranks": [place]}))
     assert first.ranks == ()
     assert [(each.rank, each.device) for each in second.ranks] == [(0, "cpu")]
+
+
+def test_spare_nodes_are_the_last_hosts_and_one_that_only_launches_is_the_first() -> None:
+    spare, plain = {**CLUSTER, "spare_nodes": 2, "roles": ROLES}, {**CLUSTER, "roles": ROLES}
+    for cluster, hosts in [(spare, "abcd"), (spare, "abc"), (spare, "ab"), (plain, "ab"), (plain, "xab")]:
+        assert [each.name for each in nodes(record(cluster, {"hosts": [*hosts]}))] == ["node 0 · a", "node 1 · b"]
+    assert [each.name for each in nodes(record(plain, {"hosts": ["a"]}))] == ["node 0", "node 1"]

@@ -79,11 +79,12 @@ def _rank(place: Place, straggled: Mapping[int, int]) -> Rank:
 def _hosts(record: Record) -> Sequence[str]:
     """Return the hosts of the nodes; empty if unknown.
 
-    An attempt names the launching host first, even if that does not train.
+    An attempt names the launching host first, even if that does not train, and last those of spare nodes.
     """
     named = record.attempts[-1]["hosts"] if record.attempts else []
-    count = record.manifest["cluster"]["nodes"]
-    return named[-count:] if len(named) >= count else []
+    cluster = record.manifest["cluster"]
+    count, spare = cluster["nodes"], cluster.get("spare_nodes", 0)  # older runs have no such key
+    return named[-count - spare :][:count] if len(named) >= count else []
 
 
 def _machine(hardware: Mapping[str, Any]) -> str:
