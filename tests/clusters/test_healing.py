@@ -265,6 +265,45 @@ def test_ranks_that_share_layers_stay_on_one_host(launch: Any, reference_run: An
 
 
 @pytest.mark.slow
+def test_two_hosts_lead_in_turn_when_each_is_lost(
+    four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
+) -> None:
+    hosts = ("cluster.hosts=[h2,h3]", "launcher.node_timeout=6", "launcher.max_restarts=2")
+    process = launch("steps=600", "checkpoint.every=10", *hosts, f"faults=[{SLOW}]")
+    folder = begun(tmp_path / "project", after=15)
+
+    def wait_for(happened: Callable[[], bool]) -> None:
+        while not happened():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+
+    def attempts() -> list[Any]:
+        listed: list[Any] = json.loads((folder / "run_manifest.json").read_text())["attempts"]
+        return listed
+
+    def has_come_back() -> bool:
+        events = folder / "events.jsonl"
+        return events.exists() and any(json.loads(line).get("joined") == [1] for line in events.open())
+
+    four.link(2, "down")
+    try:
+        wait_for(lambda: len(attempts()) == 2)
+    finally:
+        four.link(2, "up")
+    wait_for(has_come_back)
+    four.link(3, "down")
+    try:
+        wait_for(lambda: len(attempts()) == 3)
+    finally:
+        four.link(3, "up")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "starting again without h2, on h3 (1 of 2)" in output
+    assert "starting again without h3, on h2 (2 of 2)" in output
+    assert json.loads((folder / "result.json").read_text())["state_digest"] == undisturbed("steps=600")
+
+
+@pytest.mark.slow
 def test_a_spare_host_gives_a_mesh_the_ranks_of_a_lost_one(
     four: Hosts, launch: Any, reference_run: Any, begun: Any, tmp_path: Path
 ) -> None:
