@@ -9,18 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from worldsize.core import (
-    CheckpointFailed,
-    Evaluated,
-    Event,
-    NodeAlert,
-    RunEnded,
-    RunFailed,
-    StepDone,
-    Straggling,
-    logged_name,
-)
+from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone, logged_name
 from worldsize.errors import missing_extra
+from worldsize.observe.events import alert_for
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -31,7 +22,7 @@ if find_spec("mlflow") is None:  # told before a process starts; the library its
 
 _TAG = "worldsize.run"  # has the run's id, by which a later attempt finds it
 _AT_ONCE = 100  # parameters that a server takes in one request
-_LONGEST = 500  # characters of a parameter that every server takes
+_LONGEST = 500  # characters of a parameter or tag that every server takes
 
 
 @final
@@ -71,19 +62,14 @@ class MLflow:
                 self._log({f"train/{name}": value for name, value in event.figures().items()}, step)
             case Evaluated(step=step, metrics=metrics):
                 self._log({logged_name(name): value for name, value in metrics.items()}, step)
-            case Straggling(rank=rank, step=step, cause=cause):
-                self._client.set_tag(self._run, f"worldsize.slow_rank.{rank}", f"{cause}, noticed at step {step}")
-            case NodeAlert(node=node, host=host, what=what, value=value, limit=limit, detail=detail):
-                text = f"{host}: {value:g}, limit {limit:g}; {detail}"
-                self._client.set_tag(self._run, f"worldsize.node_alert.{node}.{what}", text[:_LONGEST])
-            case CheckpointFailed(step=step, reason=reason):
-                self._client.set_tag(self._run, "worldsize.failed_save", f"step {step}: {reason}"[:_LONGEST])
             case RunEnded(exit_reason="preempted"):
                 self._client.set_terminated(self._run, status="KILLED")
             case RunEnded():
                 self._client.set_terminated(self._run, status="FINISHED")
             case RunFailed():
                 self._client.set_terminated(self._run, status="FAILED")
+        if alert := alert_for(event):
+            self._client.set_tag(self._run, f"worldsize.{alert.key}", alert.text[:_LONGEST])
 
     def _log(self, metrics: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric

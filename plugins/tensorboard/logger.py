@@ -9,6 +9,7 @@ from typing import Any, final
 
 from worldsize.core import Evaluated, Event, RunEnded, RunFailed, RunStarted, StepDone, logged_name
 from worldsize.errors import missing_extra
+from worldsize.observe.events import Alert, alert_for
 
 if find_spec("tensorboard") is None:  # told before a process starts; the library itself is imported beside the training
     raise missing_extra("logger=tensorboard", package="tensorboard", extra="tensorboard")
@@ -31,20 +32,32 @@ class TensorBoard:
         self._folder = folder / folder_name
         self._config = config
         self._writer: Any = None
+        self._step = 0  # the last one that was logged
+        self._early: list[Alert] = []  # alerts before the first step, at which the files are opened
 
     def __call__(self, event: Event) -> None:
         match event:
             case RunStarted(first=first):
                 self._open(first)
-            case StepDone():
+            case StepDone(step=step):
+                self._step = step
                 for name, value in event.figures().items():
-                    self._writer.add_scalar(f"train/{name}", value, event.step)
+                    self._writer.add_scalar(f"train/{name}", value, step)
             case Evaluated(step=step, metrics=metrics):
                 for name, value in metrics.items():
                     self._writer.add_scalar(logged_name(name), value, step)
                 self._writer.flush()
             case RunEnded() | RunFailed() if self._writer is not None:
                 self._writer.close()
+        if alert := alert_for(event):
+            self._write_alert(alert)
+
+    def _write_alert(self, alert: Alert) -> None:
+        if self._writer is None:
+            self._early.append(alert)
+            return
+        self._writer.add_text(f"alerts/{alert.key}", alert.text, alert.step or self._step)
+        self._writer.flush()
 
     def _open(self, first: int) -> None:
         """Open the event files; if the run goes on after step ``first``, hide what was written of later steps."""
@@ -53,6 +66,9 @@ class TensorBoard:
         self._writer = SummaryWriter(self._folder, purge_step=first + 1 if first else None)
         if first == 0:
             self._writer.add_text("config", _markdown(self._config))
+        self._step = first
+        while self._early:
+            self._write_alert(self._early.pop(0))
 
 
 def _markdown(config: Mapping[str, Any]) -> str:

@@ -82,6 +82,16 @@ def test_options_of_the_chosen_strategy_change_its_prediction(plan: Any) -> None
     assert by_node[3] == f"{0.014 + 11.6667 + 0.07 + 70.2734:.2f} ms"
 
 
+def test_a_rule_for_the_learning_rate_is_explained_once_and_refuses_no_strategy(plan: Any) -> None:
+    size = ("cluster.nodes=1", "cluster.gpus_per_node=8", "strategy=local_sgd", "cluster.scale_lr=linear")
+    done = plan(*TEXTBOOK, *size, "--strategies", "ddp,local_sgd")
+    assert done.returncode == 0, done.stderr
+    assert set(rows(done.stdout)) == {"ddp", "local_sgd"}
+    before, _, after = done.stdout.partition("8 processes on 1 nodes")
+    assert "cluster.scale_lr=linear without cluster.base_batch" in before
+    assert "cluster.scale_lr" not in after
+
+
 def test_a_recipe_is_calibrated_by_a_few_steps(plan: Any, tmp_path: Path) -> None:
     done = plan("recipe=digits", "cluster.processes=2", "--strategies", "ddp,fsdp")
     assert done.returncode == 0, done.stderr

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from worldsize.collectives.per_rank import local_row
 from worldsize.collectives.sparse import RandomK, TopK, drawn
 from worldsize.collectives.staged import finished
 from worldsize.collectives.summation import Summation
-from worldsize.core import ConfigError, Numerics, RunContext, World
+from worldsize.core import ConfigError, Link, Numerics, RunContext, Workload, World
 from worldsize.data.fetch import collate_of, fetch
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
 from worldsize.strategies.compressed_hook import Errors
 from worldsize.strategies.ddp import DDP
+from worldsize.strategies.reducers import CompressionKind
 from worldsize.testing.contract import assert_close, assert_same
 from worldsize.testing.training import BATCH, CHAIN, SEED, Trained, cluster_of, train
 from worldsize.testing.worlds import run_in_worlds
@@ -71,6 +75,31 @@ def mask_of(seed: int) -> Tensor:
     mask = torch.zeros(LENGTH, dtype=torch.bool)
     mask[drawn(LENGTH, COUNT, seed)[0]] = True
     return mask
+
+
+@pytest.mark.parametrize(("kind", "sent"), [("topk", 320.0), ("randomk", 160.0)])
+def test_the_cost_formula_has_the_bytes_of_the_collectives(kind: CompressionKind, sent: float) -> None:
+    """Forty of 800 numbers are sent: with their places to the one other rank, or in a ring, in which 2 (n-1)/n = 1."""
+    cluster = replace(cluster_of(2), links={"node": Link(bandwidth=1e9, latency=1e-6)})
+    cost = DDP(compress=kind, density=0.05).cost(Workload(parameter_bytes=3200, optimizer_bytes=0), cluster)
+    assert cost is not None
+    assert cost.sent_bytes == pytest.approx(sent)
+    summation = TopK(0.05) if kind == "topk" else RandomK(0.05, keeps_errors=True)
+
+    def body(world: World) -> list[int]:
+        assert world.group is not None
+        with (
+            patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gathered,
+            patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced,
+        ):
+            finished(summation.total(torch.randn(800), world.group, error_n=torch.zeros(800), seed=0))
+        messages = [
+            *(call.args[1] for call in gathered.call_args_list),
+            *(call.args[0] for call in reduced.call_args_list),
+        ]
+        return [each.nbytes for each in messages]
+
+    assert run_in_worlds(body, 2) == [[sent]] * 2
 
 
 @pytest.mark.parametrize("kind", ["topk", "randomk"])

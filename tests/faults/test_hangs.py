@@ -1,4 +1,4 @@
-"""A run that hangs says which rank waits in which collective, and where each of them is."""
+"""A run that hangs says which process waits for what, and where each of them is."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Train
+from tests.observe.run_folders import write_run
+from worldsize.observe.report.hangs import hangs
 from worldsize.observe.report.page import page
+from worldsize.observe.report.read import read_run
 from worldsize.records.flight import collectives_file, flight_file, hang_report, hung_processes
+from worldsize.worker import flight
 from worldsize.worker.flight import hangs_watched
 
 HANGS = (
@@ -52,6 +56,22 @@ def test_a_gang_that_heals_goes_on_and_keeps_what_the_process_wrote_that_hung(tr
     first, second = hung_processes(run.folder / "logs")
     assert (first.rank, first.waits, second.rank, second.waits) == (0, True, 1, False)
     assert "faults.py" in second.stack[-1]
+    (attempt,) = run.json("run_manifest.json")["attempts"]
+    assert attempt["transport"]["ranks"] == {"socket": 2}  # of the only membership in which two trained
+
+
+def test_a_parameter_server_goes_on_without_a_worker_that_hangs_and_keeps_where_it_was(train: Train) -> None:
+    slow = "faults=[{action: slow, rank: 2, point: 'push:begin', step: 3, seconds: 60}]"
+    servers = ("strategy=parameter_server", "cluster.processes=3", "cluster.timeout=6", "logger=none")
+    run = train(*HANGS[:3], *servers, "launcher.grace=1", slow)
+    assert run.code == 0, run.error
+    assert "has waited for" in run.output + run.error
+    assert "worker-1 is retired: its connection ended (the peer made no progress for 6 s)" in run.output + run.error
+    assert run.folder is not None
+    server, first, second = hung_processes(run.folder / "logs")
+    assert (server.doing, first.doing) == ("waits for work of the workers", "waits for the message TASK of a peer")
+    assert (server.waits, first.waits, second.waits) == (True, True, False)
+    assert "faults.py" in second.stack[-1]
 
 
 def test_a_run_that_is_debugged_has_the_same_bits(train: Train) -> None:
@@ -69,6 +89,20 @@ def test_a_run_that_is_debugged_has_the_same_bits(train: Train) -> None:
     )
 
 
+@pytest.mark.parametrize(("pending", "completed"), [((), 20), ((20,), 19), ((18, 20), 17)])
+def test_collectives_that_end_in_another_order_are_counted_once_all_have_ended(
+    monkeypatch: pytest.MonkeyPatch, pending: tuple[int, ...], completed: int
+) -> None:
+    """Torch's last completed one is number 18 here: its thread was the last to note its end."""
+    entries = [
+        {"pg_id": 0, "collective_seq_id": number, "retired": number not in pending, "is_p2p": False}
+        for number in range(1, 21)
+    ]
+    status = {"0": {"last_enqueued_collective": "20", "last_completed_collective": "18"}}
+    monkeypatch.setattr(flight, "_recorded", lambda: {"entries": entries, "pg_status": status})
+    assert flight._counts() == {"0": [20, completed]}
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -79,6 +113,8 @@ def test_a_run_that_is_debugged_has_the_same_bits(train: Train) -> None:
         (json.dumps({"waiting": [3], "stack": 4}), "worker_00000 waits in an unknown one"),
         (json.dumps({"waiting": [], "last": {"name": "\x1b[31m"}, "stack": ["a\nb"]}), r"began \x1b[31m number"),
         (json.dumps({"stack": [1] * 600_000}), ""),
+        (json.dumps({"awaited": {"what": "the message\n"}}), r"worker_00000 waits for the message\n"),
+        (json.dumps({"awaited": [1]}), "worker_00000 began no collective"),
     ],
 )
 def test_files_that_are_damaged_or_hostile_are_left_out_or_escaped(tmp_path: Path, text: str, told: str) -> None:
@@ -89,10 +125,21 @@ def test_files_that_are_damaged_or_hostile_are_left_out_or_escaped(tmp_path: Pat
     assert [each.rank for each in hung_processes(tmp_path)] == [0] * bool(told)
 
 
-def test_what_an_earlier_attempt_wrote_is_kept_and_not_taken_for_the_present(tmp_path: Path) -> None:
-    """An attempt in which a process asks the others to write what they do."""
+def test_of_many_that_hang_the_one_for_which_they_wait_is_told(tmp_path: Path) -> None:
+    logs = [tmp_path / f"worker_{rank:05d}.log" for rank in range(40)]
+    for log in logs:
+        flight_file(log).write_text('{"waiting": [{"name": "gloo:all_reduce"}]}')
+    flight_file(logs[33]).write_text('{"stack": ["data.py, line 7, in read"]}')
+    first, second, third, *_, last = hang_report(logs).splitlines()[1:]
+    assert (first, second) == ("  worker_00033 began no collective", "    data.py, line 7, in read")
+    assert third.startswith("  worker_00000 waits in gloo:all_reduce")
+    assert last == "  and 24 more"
+
+
+def test_what_an_earlier_process_wrote_is_kept_and_not_taken_for_the_present(tmp_path: Path) -> None:
+    """The second and the third process are of one attempt, in which a process may be started again."""
     log = tmp_path / "worker_00003.log"
-    for attempt in (1, 2, 3):
+    for attempt in (1, 2, 2, 3):
         asked = tmp_path / f"hang_{attempt}"
         collectives_file(log).write_text('{"0": [3, 3]}')
         with hangs_watched(log, asked, attempt=attempt, timeout=2.0):
@@ -103,7 +150,14 @@ def test_what_an_earlier_attempt_wrote_is_kept_and_not_taken_for_the_present(tmp
                 while not flight_file(log).exists():
                     threading.Event().wait(0.02)
     assert hang_report([log]) == ""
-    assert [(each.attempt, each.rank, each.waits) for each in hung_processes(tmp_path)] == [
-        (1, 3, False),
-        (2, 3, False),
-    ]
+    written = [(each.attempt, each.rank, each.waits) for each in hung_processes(tmp_path)]
+    assert written == [(1, 3, False), (2, 3, False), (2, 3, False)]
+
+
+def test_two_processes_of_a_rank_that_did_the_same_are_one_row_of_the_report(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    (run / "logs").mkdir(exist_ok=True)
+    for suffix, rank in (("", 1), ("_before_1", 1), ("", 2)):
+        (run / "logs" / f"worker_{rank:05d}.flight{suffix}.json").write_text('{"attempt": 2}')
+    (hang,) = hangs(read_run(run))
+    assert [row.who for row in hang.rows] == ["worker ranks 1-2"]

@@ -67,6 +67,7 @@ def test_a_killed_rank_costs_no_step_and_no_bit(train: Any, undisturbed: Any, ra
     assert {row["update_samples"] for row in run.steps()} == {96}
     manifest = run.json("run_manifest.json")
     assert manifest["reproducibility"]["level"] == "bitwise"
+    assert manifest["attempts"][0]["transport"]["ranks"] == {"socket": 3}  # of the last membership
 
 
 def test_two_at_once_then_all_but_one_leave_the_last_one_with_everything(train: Any, undisturbed: Any) -> None:

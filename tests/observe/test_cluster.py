@@ -13,7 +13,7 @@ ROLES = [{"role": "server", "processes": 2}, {"role": "worker", "processes": 4}]
 
 
 def record(cluster: dict[str, Any]) -> Record:
-    return Record(Path(), {"cluster": cluster, "hardware": [], "attempts": []}, (), (), {}, (), 0)
+    return Record(Path(), {"cluster": cluster, "hardware": [], "attempts": []}, (), (), {}, (), 1, {}, 0)
 
 
 def test_places_follow_from_the_roles() -> None:

@@ -14,6 +14,7 @@ from worldsize.app import logs
 from worldsize.observe import debug_summary as debug_summary_module
 from worldsize.observe.debug_summary import debug_summary
 from worldsize.observe.nccl_log import parse_nccl
+from worldsize.observe.transport import listen_to_nccl, nccl_log
 from worldsize.records.flight import collectives_file
 from worldsize.records.run_directory import RunDirectory
 
@@ -98,6 +99,19 @@ def test_a_rank_that_an_earlier_attempt_had_connected_is_not_told_as_connected(t
     assert "began to connect, and did not end: rank 1" in told
     assert "collectives" not in told
     assert "2 of 2 ranks are connected" in debug_summary(run, {"start_at": 500.0})
+
+
+def test_the_logs_of_an_attempt_are_known_by_their_names_also_in_a_run_folder_that_was_copied(tmp_path: Path) -> None:
+    """All files are as old as the copy, and the process ids of the first attempt came again."""
+    folder = RunDirectory(tmp_path).nccl_logs("gpu")
+    folder.mkdir(parents=True)
+    done = "gpu:1:1 [0] NCCL INFO ncclCommInitRank comm 0x1 rank {rank} nranks 2 cudaDev 0 - Init {state}\n"
+    for number, rank, state in ((1, 0, "COMPLETE"), (1, 1, "COMPLETE"), (2, 0, "COMPLETE"), (2, 1, "START")):
+        log = nccl_log(folder, host="gpu", process=str(rank), attempt=number)
+        log.write_text(done.format(rank=rank, state=state))
+    assert "1 of 2 ranks are connected" in debug_summary(RunDirectory(tmp_path), {"number": 2, "start_at": 0.0})
+    assert "2 of 2 ranks are connected" in debug_summary(RunDirectory(tmp_path), {"number": 1, "start_at": 0.0})
+    assert listen_to_nccl(folder, attempt=2)["NCCL_DEBUG_FILE"] == f"{folder}/nccl_%h_%p.attempt_2.log"
 
 
 def test_processes_whose_logs_are_not_read_are_not_told_as_unconnected(

@@ -20,14 +20,16 @@ from tests.observe.run_folders import HOSTILE, START, attempt, write_run
 from worldsize.app.logs import lines
 from worldsize.driver.scheduled import Scheduler
 from worldsize.errors import WorldsizeError
+from worldsize.observe.report import read
 from worldsize.observe.report.curves import means
-from worldsize.observe.report.page import page, run_page
+from worldsize.observe.report.page import page, run_page, summary
 from worldsize.observe.report.ranks import step_breakdown
 from worldsize.observe.report.read import number, read_run, runs_of
 from worldsize.observe.report.scaling import read_study
+from worldsize.observe.report.servers import servers
 from worldsize.observe.report.sweep import read_sweep
 from worldsize.observe.report.timeline import timeline
-from worldsize.observe.watch import Watched
+from worldsize.observe.watch import RankTimes
 from worldsize.records.lock import run_lock
 from worldsize.records.manifest import write_manifest
 from worldsize.records.run_directory import RunDirectory
@@ -188,12 +190,34 @@ def test_lines_that_no_run_writes_are_counted_and_left_out(tmp_path: Path) -> No
     assert "5 damaged lines of the run's files were left out" in page([run])
 
 
+def test_a_report_of_many_ranks_and_steps_reads_some_lines_and_keeps_the_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", steps=400, ranks=4, servers=1)
+    for path in (run / "timing").iterdir():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps({**row, "read_bytes": 10}) + "\n" for row in rows))
+    whole = read_run(run)
+    monkeypatch.setattr(read, "_LEAST", 10)
+    monkeypatch.setattr(read, "_IN_ALL", 250)  # 50 for each of five processes
+    record = read_run(run)
+    assert ({len(rows) for rows in whole.timing.values()}, len(whole.steps)) == ({400}, 400)
+    assert ({len(rows) for rows in record.timing.values()}, len(record.steps)) == ({51}, 45)
+    (some,), (every,) = servers(record), servers(whole)
+    assert every.pushes == 1600
+    assert some.pushes == pytest.approx(every.pushes, rel=0.03)
+    assert ("data read", "16 kB") in summary(whole)
+    assert ("data read", "16.3 kB") in summary(record)
+    one_of_two = read_sweep([run, tmp_path / "absent"]).runs["run"]
+    assert (dict(one_of_two.timing), len(one_of_two.steps), one_of_two.steps[-1]["step"]) == ({}, 24, 400)
+
+
 def test_no_folder_has_the_files_of_more_than_a_thousand_ranks(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=1, ranks=2345, nodes=5)
-    record, ranks = read_run(run), Watched(run)
+    record = read_run(run)
     assert sorted(record.timing) == list(range(2345))
     assert record.timing[2344][0]["compute_seconds"] == pytest.approx(0.012)
-    assert ranks.timing(2344)["compute_seconds"] == pytest.approx(0.012)
+    assert RankTimes(run).look(2345)[2344]["compute_seconds"] == pytest.approx(0.012)
     folders = (run / "timing", *(run / "timing").glob("0*"))
     assert sorted(sum(path.is_file() for path in folder.iterdir()) for folder in folders) == [345, 1000, 1000]
 

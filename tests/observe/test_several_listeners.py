@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.plugins.test_tensorboard import read
-from worldsize.core import Evaluated, Event, Listener, RunEnded
+from worldsize.core import Evaluated, Event, Listener, RunEnded, StepDone
+from worldsize.observe import subprocess_listeners
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 
 
@@ -64,6 +65,31 @@ def test_a_listener_that_fails_or_hangs_is_named_once_and_the_others_go_on(
         "warning: the listener second failed and is off for the rest of the run: ValueError: no key",
         "warning: the listener third did not finish within 4 s; what it has not sent yet is lost",
     ]
+
+
+def test_a_listener_that_falls_behind_misses_steps_and_nothing_else(
+    tmp_path: Path, shown: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess_listeners, "_QUEUED", 1 << 18)
+    monkeypatch.setattr(subprocess_listeners, "_INTERVAL", 0.0)
+    os.mkfifo(tmp_path / "door")
+
+    def slow() -> Listener:
+        (tmp_path / "door").open().close()
+        return Recorder(folder=tmp_path, file="told")
+
+    listener = SubprocessListeners({"logger": slow}, timeout=20.0)
+    for number in range(1, 1001):
+        listener(StepDone(number, number, 0.1, 0.1, None, 0, 0.0, (0.1,) * 500, 1.0))
+        if number % 100 == 0:
+            listener(Evaluated(number, {}))
+    (tmp_path / "door").open("w").close()
+    listener(RunEnded(1000, "completed"))
+    told = (tmp_path / "told").read_text().split()
+    assert 50 < told.count("StepDone") < 500
+    assert (told.count("Evaluated"), told[-1]) == (10, "RunEnded")
+    warning = "warning: the logger has fallen behind: it is told of no further steps until it has caught up\n"
+    assert shown.readouterr().err == warning
 
 
 def test_a_run_tells_a_group_option_and_ones_own_class_and_loses_the_broken_one(train: Any) -> None:

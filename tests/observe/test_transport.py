@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,8 @@ from worldsize.core import (
     TransportFellBack,
     World,
 )
-from worldsize.observe.events import EventLog, is_event
+from worldsize.observe.events import EventLog, alert_for, describe_event, is_event
 from worldsize.observe.nccl_log import parse_nccl
-from worldsize.observe.report.timeline import describe_event
 from worldsize.observe.transport import Transport, audit, connections_of, transport_warning
 from worldsize.testing.worlds import run_in_worlds
 
@@ -71,9 +68,9 @@ def test_sockets_of_one_host_are_noticed_where_the_first_process_has_a_fabric(tm
     cluster = Cluster("slurm", 2, 3, "cpu", "nccl", hca="mlx5")
 
     def body(world: World) -> Transport:
-        log = tmp_path / f"nccl_{socket.gethostname()}_{os.getpid()}.log"
+        log = tmp_path / f"{world.rank}.log"
         log.write_text(ETHERNET if world.rank == 2 else FABRIC)
-        return audit(world, cluster, {}, tmp_path)
+        return audit(world, cluster, {}, log)
 
     first, _, last = run_in_worlds(body, 3)
     assert first["transports"] == ["ib", "nvlink"]
@@ -114,6 +111,9 @@ def test_every_event_that_is_written_is_described_in_words(tmp_path: Path, event
     text = describe_event(json.loads((tmp_path / "events.jsonl").read_text()))
     assert words in text
     assert not any(mark in text for mark in ("None", "{", "["))
+    alert = alert_for(event)
+    assert (alert is None) == isinstance(event, DataWorkersChanged | SaveIntervalChanged)
+    assert alert is None or not any(mark in f"{alert.title}: {alert.text}" for mark in ("None", "{", "["))
 
 
 def test_the_manifest_records_the_transport(train: Any) -> None:

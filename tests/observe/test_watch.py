@@ -15,7 +15,7 @@ from worldsize.app.watch import watch
 from worldsize.core import Outcome
 from worldsize.driver.scheduled import Scheduler, is_alive
 from worldsize.observe.progress import Tail
-from worldsize.observe.watch import Watched, screen
+from worldsize.observe.watch import RankTimes, Watched, screen
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, look, opened
 
@@ -65,6 +65,18 @@ def test_the_slowest_rank_is_the_one_that_computes_longest(run: RunDirectory) ->
     assert line.split()[0] == "19"  # write_run makes this rank compute longer
     assert "the slowest 16 of 20" in out.getvalue()
     assert "step 30/200" in out.getvalue()
+
+
+def test_the_times_of_many_ranks_are_not_read_at_each_refresh(run: RunDirectory) -> None:
+    now = 0.0
+    times = RankTimes(run.path, clock=lambda: now)
+    assert [row["step"] for row in times.look(20).values()] == [30] * 20
+    with run.timing(19).open("a") as file:
+        file.write('{"step": 31, "compute_seconds": 1.0}\n')
+    now = 0.19  # 20 ranks: every 0.2 s
+    assert times.look(20)[19]["step"] == 30
+    now = 0.21
+    assert times.look(20)[19]["step"] == 31
 
 
 def test_without_a_terminal_each_change_is_a_line_and_the_exit_code_is_that_of_the_run(

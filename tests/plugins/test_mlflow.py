@@ -13,7 +13,7 @@ import mlflow
 import pytest
 
 import plugins.mlflow.logger
-from worldsize.core import ConfigError
+from worldsize.core import CheckpointFailed, ConfigError, TransportFellBack
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # mlflow's use of it
 OPTIONS = ("recipe=digits", "recipe.width=4", "steps=6", "log_every=1", "evaluate_every=2", "checkpoint.every=2")
@@ -72,6 +72,19 @@ def test_a_preempted_run_is_gone_on_with_where_it_was_logged(
     found, metrics = logged(client)
     assert found.info.status == "FINISHED"
     assert [step for step, _ in metrics["train/loss"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_alerts_are_tags_also_that_of_a_slower_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow keeps the run in files here, since a database takes seconds to make."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    facts: dict[str, Any] = {"run_id": "r", "group": None, "config": {}, "folder": tmp_path, "experiment": "e"}
+    uri = f"file:{tmp_path}/runs"
+    listener = plugins.mlflow.logger.MLflow(tracking_uri=uri, manifest={"code": {"commit": None}}, **facts)
+    listener(TransportFellBack("NCCL uses plain sockets.", {"socket": 2}, "eth0"))
+    listener(CheckpointFailed(5, "the disk is full" * 99, None, 1))
+    tags = logged(mlflow.MlflowClient(tracking_uri=uri))[0].data.tags
+    assert tags["worldsize.transport"] == "NCCL uses plain sockets."
+    assert tags["worldsize.failed_save"].startswith("step 5: the checkpoint could not be written: the disk is full")
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

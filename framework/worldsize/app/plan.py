@@ -39,6 +39,7 @@ from worldsize.planning.advice import (
     links_text,
     price_per_million,
     retuning_text,
+    rule_text,
     size_text,
     time_text,
     unfit,
@@ -138,6 +139,7 @@ def _show(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str] | N
         for name, each in forecasts.items()
         if (why := unfit(each, memory, processes=cluster.processes_per_node))
     }
+    _print(rule_text(settings.config["cluster"]) if len(names) > 1 else "")
     _print(_cost_table(forecasts, unfitting, settings, priced=not shared) if forecasts else "")
     _print(best_text(forecasts, unfitting))
     if (cluster.mtbf_hours or cluster.spot_market) and (fitting := forecasts.keys() - unfitting.keys()):
@@ -212,6 +214,7 @@ def _strategies(
     typed = task_overrides()
     chosen = next((word.partition("=")[2] for word in typed if word.startswith("strategy=")), "")
     others = [word for word in typed if not word.startswith(("strategy=", "strategy.", "+strategy."))]
+    others += ["cluster.scale_lr=none", "cluster.base_batch=null"]  # no cost depends on lr, and most refuse a rule
     for name in names:
         words = [*typed, *more] if name == chosen else [*others, *more, f"strategy={name}"]
         try:

@@ -15,9 +15,9 @@ from rich.live import Live
 from worldsize.driver.scheduled import Scheduler, is_alive, state_of
 from worldsize.errors import WorldsizeError
 from worldsize.messages import printable, refuse
+from worldsize.observe.events import describe_event
 from worldsize.observe.progress import Plain
 from worldsize.observe.report.svg import plain
-from worldsize.observe.report.timeline import describe_event
 from worldsize.observe.watch import Watched, damage_of, screen
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunView, look

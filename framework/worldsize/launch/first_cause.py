@@ -93,7 +93,7 @@ def first_failure(failed: Sequence[Ending], silent: Sequence[Ending]) -> Failure
     first = min(failed, key=lambda ending: ending.time_ns)
     cause = first.cause
     if (_is_timeout(cause) or first.exit_code == -signal.SIGABRT) and (
-        report := hang_report([ending.log for ending in (*failed, *silent)])
+        report := hang_report([ending.log for ending in (*silent, *failed)])
     ):
         cause = f"{cause.rstrip()}\n{report}"
     if _is_timeout(cause) and silent:

@@ -20,6 +20,7 @@ _FILES = 1024  # most files of one kind that are read
 _AT_MOST = 1 << 19  # bytes that are read of a file's beginning, and of its end
 _SHOWN = 12  # most networks, groups or warnings that are told
 _LENGTH = 200  # most characters of a warning that are told
+_ATTEMPT = re.compile(r"\.attempt_(\d+)\.log$", re.ASCII)  # at the end of the name of a log of NCCL
 _TORCH = re.compile(r"(?:\[rank\d+\]:)?\[[WE]\d* ?[\d:.]* (?P<place>[\w.]+:\d+)\] (?P<text>.*)")
 
 
@@ -28,12 +29,13 @@ def debug_summary(run: RunDirectory, attempt: Mapping[str, Any] | None = None) -
 
     Args:
         run: The run.
-        attempt: What the manifest has of its last attempt. What NCCL wrote before that began is left out.
+        attempt: What the manifest has of its last attempt. What NCCL wrote of others, or before it began, is left out.
     """
     begun, transport = (attempt or {}).get("start_at"), (attempt or {}).get("transport")
     since = begun if isinstance(begun, int | float) else 0.0
     every_output = [path for path in _files(run.path / "logs", "*_[0-9]*.log") if not path.name.startswith("nccl_")]
-    every_log = _files(run.nccl_logs("any").parent, "nccl_*.log", since)
+    number = (attempt or {}).get("number")
+    every_log = [path for path in _files(run.nccl_logs("any").parent, "nccl_*.log") if _is_of(path, number, since)]
     outputs, logs = every_output[:_FILES], [parse_nccl(_text(path)) for path in every_log[:_FILES]]
     warnings = [(_process(log), text) for log in logs for text in log.warnings]
     warnings += [(path.stem, text) for path in outputs for text in _warnings(_text(path))]
@@ -45,12 +47,19 @@ def debug_summary(run: RunDirectory, attempt: Mapping[str, Any] | None = None) -
     return "\n".join(["what NCCL and torch logged (cluster.debug):", *(f"  {printable(line)}" for line in lines)])
 
 
-def _files(folder: Path, pattern: str, since: float = 0.0) -> list[Path]:
-    """Return the files that were written last at ``since`` (Unix time) or later, by name."""
-    return sorted((path for path in folder.rglob(pattern) if _is_since(path, since)), key=lambda path: path.name)
+def _files(folder: Path, pattern: str) -> list[Path]:
+    """Return the files below ``folder``, by name."""
+    return sorted(folder.rglob(pattern), key=lambda path: path.name)
+
+
+def _is_of(log: Path, number: int | None, since: float) -> bool:
+    """Return whether NCCL wrote ``log`` in attempt ``number``, as its name says, or else since it began."""
+    named = _ATTEMPT.search(log.name)
+    return int(named[1]) == number if named and number is not None else _is_since(log, since)
 
 
 def _is_since(path: Path, since: float) -> bool:
+    """Return whether a file was written last at ``since`` (Unix time) or later."""
     with suppress(OSError):
         return path.stat().st_mtime >= since
     return False

@@ -1,4 +1,4 @@
-"""Writes ``events.jsonl``: the events of a run other than steps, one per line."""
+"""Writes ``events.jsonl``, the events of a run other than steps, one per line; and tells which of them are alerts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -27,6 +27,17 @@ from worldsize.records.json_lines import Row
 _logger = logging.getLogger(__name__)
 
 NODE_ALERT = "node_alert"  # the name of the event of a NodeAlert
+_NAMES: Mapping[type, str] = {
+    Straggling: "straggling",
+    NodeAlert: NODE_ALERT,
+    CheckpointFailed: "checkpoint_failed",
+    DataWorkersChanged: "data_workers",
+    SaveIntervalChanged: "save_interval",
+    MembershipChanged: "membership",
+    TransportFellBack: "transport",
+}
+GOOD_NEWS = ("data_workers", "save_interval")  # events that tell of no trouble
+_OF_FULL_DISKS = (NODE_ALERT, "checkpoint_failed")  # that a disk may not take either; they are in a log, too, then
 
 # keys that an event of each name has for whole numbers
 _NUMBERS = {
@@ -54,39 +65,92 @@ class EventLog:
         self._path = path
 
     def __call__(self, event: Event) -> None:
-        match event:
-            case Straggling():
-                _logger.warning("%s", described(event))
-                self._write("straggling", asdict(event))
-            case NodeAlert():
-                _logger.warning("%s", described_alert(asdict(event)))
-                self._write_if_possible(NODE_ALERT, asdict(event))
-            case CheckpointFailed():
-                _logger.warning("step %s: %s", event.step, described_failure(asdict(event)))
-                self._write_if_possible("checkpoint_failed", asdict(event))
-            case DataWorkersChanged():
-                _logger.info("step %s: rank %s: %s", event.step, event.rank, described_workers(asdict(event)))
-                self._write("data_workers", asdict(event))
-            case SaveIntervalChanged():
-                _logger.info("step %s: %s", event.step, described_interval(asdict(event)))
-                self._write("save_interval", asdict(event))
-            case MembershipChanged():
-                _logger.warning("after step %s: %s", event.step, described_membership(asdict(event)))
-                self._write("membership", asdict(event))
-            case TransportFellBack():
-                self._write("transport", asdict(event))  # logged where it was found
-
-    def _write_if_possible(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Write an event of a disk that may take nothing: what it said is in the process's log, too, if that is so."""
+        if (name := _NAMES.get(type(event))) is None:
+            return
+        if name != "transport":  # logged where it was found
+            _logger.log(logging.INFO if name in GOOD_NEWS else logging.WARNING, "%s", _told(event))
+        line = json.dumps({"event": name, "time": time.time(), **asdict(event)})
         try:
-            self._write(name, facts)
+            with self._path.open("a") as file:
+                file.write(line + "\n")
         except OSError as error:
+            if name not in _OF_FULL_DISKS:
+                raise
             _logger.warning("%s could not be written: %s", self._path, error.strerror)
 
-    def _write(self, name: str, facts: Mapping[str, Any]) -> None:
-        line = {"event": name, "time": time.time(), **facts}
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+
+@final
+@dataclass(frozen=True)
+class Alert:
+    """An event that a person should see soon, in words.
+
+    Attributes:
+        key: What it is about, such as "slow_rank.3" or "node_alert.0.disk": later alerts with the same key replace it.
+        title: The same in a few words.
+        text: What has happened, and if it is known why, in one line.
+        step: The step at which it was noticed; None: it is of no step.
+        is_error: Whether something has failed.
+    """
+
+    key: str
+    title: str
+    text: str
+    step: int | None = None
+    is_error: bool = False
+
+
+def alert_for(event: Event) -> Alert | None:
+    """Return the alert that loggers send for an event; None: the event is none.
+
+    >>> print(alert_for(TransportFellBack("NCCL uses plain sockets.", {"socket": 2}, "eth0")).text)
+    NCCL uses plain sockets.
+    """
+    match event:
+        case Straggling(rank=rank, step=step):
+            return Alert(f"slow_rank.{rank}", f"rank {rank} is slow", _told(event), step)
+        case NodeAlert(node=node, host=host, what=what):
+            return Alert(f"node_alert.{node}.{what}", f"{host}: {what}", _told(event))
+        case CheckpointFailed(step=step):
+            return Alert("failed_save", f"no checkpoint of step {step}", _told(event), step, is_error=True)
+        case MembershipChanged(step=step, lost=lost, members=members) if lost:
+            return Alert("membership", f"{len(members)} workers go on", _told(event), step)
+        case TransportFellBack():
+            return Alert("transport", "a slower transport than declared", _told(event))
+    return None
+
+
+def _told(event: Event) -> str:
+    """Describe an event that is written, in one line for people."""
+    if isinstance(event, Straggling):
+        return described(event)
+    return describe_event({"event": _NAMES[type(event)], **asdict(event)})
+
+
+def describe_event(event: Mapping[str, Any]) -> str:
+    """Describe a line of ``events.jsonl`` in words, whatever others may have written into it."""
+    if event.get("event") == NODE_ALERT:
+        return described_alert(event)
+    if event.get("event") == "data_workers":
+        return f"step {event.get('step')}: rank {event.get('rank')}: {_workers_text(event)}"
+    if event.get("event") == "checkpoint_failed":
+        return f"step {event.get('step')}: {_failure_text(event)}"
+    if event.get("event") == "save_interval":
+        return f"step {event.get('step')}: {_interval_text(event)}"
+    if event.get("event") == "membership":
+        return f"after step {event.get('step')}: {_membership_text(event)}"
+    if event.get("event") == "transport":  # of no step: it is found when the ranks connect
+        return str(event.get("reason") or "a slower transport than the cluster declares")
+    known = {"event", "time", "step", "rank", "host", "device", "cause", "slower", "since", "health"}
+    words = [f"step {event.get('step')}: {event.get('event')}"]
+    if "rank" in event:
+        words.append(f"rank {event['rank']}")
+    if "slower" in event:
+        slower = event["slower"]  # any value: others may have written the file
+        words.append(f"{f'{slower:.3g}' if isinstance(slower, int | float) else slower} × as slow as the others")
+    words += [f"{name} {event[name]}" for name in ("host", "device", "cause") if event.get(name) is not None]
+    words += [f"since step {event['since']}"] if event.get("since") is not None else []
+    words += [str(event["health"])] if event.get("health") else []
+    return ", ".join([*words, *(f"{name} {value}" for name, value in event.items() if name not in known)])
 
 
 _CAUSES = {"data": "it waits for its data", "compute": "it takes longer to compute"}
@@ -109,7 +173,7 @@ def _in_brackets(text: str) -> str:
     return f" ({text})" if text else ""
 
 
-def described_failure(row: Mapping[str, Any]) -> str:
+def _failure_text(row: Mapping[str, Any]) -> str:
     """Describe in one line for people a save that failed, and how far back a restart would go."""
     newest, in_a_row = row.get("newest"), row.get("in_a_row")
     again = f" {in_a_row} saves in a row have failed." if isinstance(in_a_row, int) and in_a_row > 1 else ""
@@ -120,7 +184,7 @@ def described_failure(row: Mapping[str, Any]) -> str:
     )
 
 
-def described_workers(row: Mapping[str, Any]) -> str:
+def _workers_text(row: Mapping[str, Any]) -> str:
     """Describe in one line for people how a process changed the number of its data workers."""
     workers, before, waited = row.get("workers"), row.get("before"), row.get("waited")
     if type(workers) is not int or type(before) is not int or not isinstance(waited, int | float):
@@ -130,7 +194,7 @@ def described_workers(row: Mapping[str, Any]) -> str:
     return f"{workers} data workers instead of {before}: steps waited for data for {waited:.0%} of their time"
 
 
-def described_interval(row: Mapping[str, Any]) -> str:
+def _interval_text(row: Mapping[str, Any]) -> str:
     """Describe in one line for people how often a run saves from now on, and why."""
     names = ("seconds", "save_seconds", "mtbf")
     values = [value for name in names if isinstance(value := row.get(name), int | float)]
@@ -143,7 +207,7 @@ def described_interval(row: Mapping[str, Any]) -> str:
     )
 
 
-def described_membership(row: Mapping[str, Any]) -> str:
+def _membership_text(row: Mapping[str, Any]) -> str:
     """Describe in one line for people who trains from now on, and why."""
     members, lost, joined, seconds = (row.get(name) for name in ("members", "lost", "joined", "seconds"))
     if not isinstance(members, list | tuple) or not isinstance(lost, Mapping) or not isinstance(joined, list | tuple):

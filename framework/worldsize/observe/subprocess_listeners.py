@@ -25,6 +25,7 @@ _logger = logging.getLogger(__name__)
 _NICENESS = 10  # ranks have priority, but a listener must still start in time if they use every core
 _TURN = 60.0  # seconds that a listener waits for the one of the previous attempt
 _INTERVAL = 1.0  # seconds between batches of step events; other events, such as a checkpoint, are sent at once
+_QUEUED = 64 << 20  # bytes that wait for a listener, beyond which it is told of no further steps
 
 
 @final
@@ -33,8 +34,8 @@ class SubprocessListeners:
 
     Create it before the process group and CUDA exist. (In a thread, wandb's start and log calls cost a tiny model a
     third of its speed.) A listener that fails or cannot be created is reported once and then ignored, and a slow one
-    does not delay the others: losing a logger must not lose the run. If the training process dies, the listeners
-    receive RunFailed.
+    does not delay the others: losing a logger must not lose the run. One that has fallen behind by 64 MiB, as while its
+    server is away, misses steps until it has caught up. If the training process dies, the listeners receive RunFailed.
 
     Args:
         makers: Functions that create the listeners, by the name used in warnings.
@@ -57,7 +58,7 @@ class SubprocessListeners:
     ) -> None:
         self._timeout, self._grace = timeout, grace
         self._ended = False
-        self._unsent = b""
+        self._steps = b""  # of steps that are not sent yet
         self._sent = -math.inf  # time of the last message
         self._processes: list[_ListenerProcess] = []
         for name, make in makers.items():
@@ -67,13 +68,15 @@ class SubprocessListeners:
     def __call__(self, event: Event) -> None:
         if self._ended:
             return  # a failure after the end: the listeners have already received the end
-        self._unsent += pickle.dumps(event)
-        if isinstance(event, StepDone) and time.monotonic() < self._sent + _INTERVAL:
-            return  # each message wakes a process, which takes a core from training
+        message = pickle.dumps(event)
+        if isinstance(event, StepDone):
+            self._steps, message = self._steps + message, b""
+            if time.monotonic() < self._sent + _INTERVAL:
+                return  # each message wakes a process, which takes a core from training
         self._sent = time.monotonic()
         for process in self._processes:
-            process.send(self._unsent)
-        self._unsent = b""
+            process.send(message, steps=self._steps)
+        self._steps = b""
         if isinstance(event, RunEnded | RunFailed):
             self._ended = True
             complete = isinstance(event, RunEnded) and event.exit_reason == "completed"
@@ -114,7 +117,7 @@ class _ListenerProcess:
         receiver, self.sender = os.pipe()
         os.set_blocking(self.sender, False)
         self._unsent = bytearray()
-        self._is_closed = False
+        self._is_closed = self._misses_steps = False
         senders = [self.sender, *(each.sender for each in before)]
         self._process = get_context("fork").Process(
             target=_serve, args=(name, make, receiver, senders, lock, alerts), daemon=True
@@ -122,9 +125,15 @@ class _ListenerProcess:
         self._process.start()
         os.close(receiver)
 
-    def send(self, message: bytes) -> None:
-        """Send as much of the queued data as the pipe accepts now."""
-        self._unsent += message
+    def send(self, message: bytes, *, steps: bytes = b"") -> None:
+        """Queue the events of ``steps``, unless too much is queued, and ``message``; send what the pipe accepts now."""
+        if steps and len(self._unsent) > _QUEUED:
+            if not self._misses_steps:
+                _logger.warning(
+                    "the %s has fallen behind: it is told of no further steps until it has caught up", self.name
+                )
+            self._misses_steps, steps = True, b""
+        self._unsent += steps + message
         try:
             while self._unsent:
                 del self._unsent[: os.write(self.sender, self._unsent)]

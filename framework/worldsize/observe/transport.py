@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from worldsize.collectives.step_timer import wait
 from worldsize.core import Cluster, World
 from worldsize.observe.nccl_log import NcclLog, parse_nccl
 
@@ -19,12 +19,21 @@ _NAMES = {"P2P": "nvlink", "SHM": "shm", "NET/IB": "ib", "NET/Socket": "socket"}
 _SOCKETS_AT_MOST = 5e9  # bytes per second; a link declared faster is not a plain socket
 
 
-def listen_to_nccl(folder: Path) -> dict[str, str]:
-    """Return the environment variables that make NCCL log its connections to a file per process in ``folder``."""
+def nccl_log(folder: Path, *, host: str, process: str, attempt: int | None) -> Path:
+    """Return the file in ``folder`` in which the NCCL of one process logs.
+
+    ``attempt``: number of the run's attempt; None: the process does not know it, since no launching process counts.
+    """
+    of_attempt = "" if attempt is None else f".attempt_{attempt}"
+    return folder / f"nccl_{host}_{process}{of_attempt}.log"
+
+
+def listen_to_nccl(folder: Path, *, attempt: int | None) -> dict[str, str]:
+    """Return the environment variables that make NCCL log its connections to :func:`nccl_log`."""
     return {
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": "INIT,NET",
-        "NCCL_DEBUG_FILE": str(folder / "nccl_%h_%p.log"),
+        "NCCL_DEBUG_FILE": str(nccl_log(folder, host="%h", process="%p", attempt=attempt)),
     }
 
 
@@ -46,10 +55,12 @@ class Transport(NcclConnections):
     ranks: NotRequired[Mapping[str, int]]
 
 
-def audit(world: World, cluster: Cluster, environ: Mapping[str, str], folder: Path) -> Transport:
-    """Run a first collective, and return which transports and which interface this process uses for it."""
-    if dist.is_initialized():
-        dist.all_reduce(torch.ones(1, device=world.device), group=world.group)
+def audit(world: World, cluster: Cluster, environ: Mapping[str, str], log: Path) -> Transport:
+    """Run a first collective, and return which transports and which interface this process uses for it.
+
+    ``log``: what NCCL writes of this process, :func:`nccl_log`.
+    """
+    _sum(torch.ones(1, device=world.device), world)
     if cluster.backend == "gloo":
         interface = environ.get("GLOO_SOCKET_IFNAME")
         return {
@@ -60,7 +71,6 @@ def audit(world: World, cluster: Cluster, environ: Mapping[str, str], folder: Pa
         }
     if cluster.backend != "nccl":  # it does not say
         return {"backend": cluster.backend, "transports": [], "interface": None, "ranks": {}}
-    log = folder / f"nccl_{socket.gethostname()}_{os.getpid()}.log"
     used = connections_of(parse_nccl(log.read_text() if log.exists() else ""))
     return {"backend": "nccl", **used, "ranks": _counted(used["transports"], world)}
 
@@ -68,9 +78,14 @@ def audit(world: World, cluster: Cluster, environ: Mapping[str, str], folder: Pa
 def _counted(transports: Collection[str], world: World) -> dict[str, int]:
     """Count the processes that use each transport; all ranks must call it."""
     counts = torch.tensor([int(name in transports) for name in _NAMES.values()], device=world.device)
-    if dist.is_initialized():
-        dist.all_reduce(counts, group=world.group)
+    _sum(counts, world)
     return {name: count for name, count in zip(_NAMES.values(), counts.tolist(), strict=True) if count}
+
+
+def _sum(values: Tensor, world: World) -> None:
+    """Add the values of all ranks, in place, and wait no longer than the gang lives."""
+    if dist.is_initialized():
+        wait(dist.all_reduce(values, group=world.group, async_op=True))
 
 
 def connections_of(log: NcclLog) -> NcclConnections:

@@ -7,25 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from worldsize.core import (
-    CheckpointFailed,
-    Evaluated,
-    Event,
-    MembershipChanged,
-    NodeAlert,
-    RunEnded,
-    RunFailed,
-    StepDone,
-    Straggling,
-    TransportFellBack,
-    logged_name,
-)
-from worldsize.observe.events import described, described_failure, described_membership
-from worldsize.observe.health.rows import described_alert
+from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone, logged_name
+from worldsize.observe.events import alert_for
 from worldsize.observe.health.summary import NodesHealth, health_figures
 
 if TYPE_CHECKING:
@@ -67,16 +53,6 @@ class WandbListener:
                 self._run.log({**figures, **health_figures(self._health.new())}, step=event.step)
             case Evaluated(step=step, metrics=metrics):
                 self._run.log({logged_name(name): value for name, value in metrics.items()}, step=step)
-            case Straggling(rank=rank):
-                self._run.alert(f"rank {rank} is slow", described(event), level="WARN")
-            case NodeAlert(what=what, host=host):
-                self._run.alert(f"{host}: {what}", described_alert(asdict(event)), level="WARN")
-            case CheckpointFailed(step=step):
-                self._run.alert(f"no checkpoint of step {step}", described_failure(asdict(event)), level="ERROR")
-            case MembershipChanged(lost=lost, members=members) if lost:
-                self._run.alert(f"{len(members)} workers go on", described_membership(asdict(event)), level="WARN")
-            case TransportFellBack(reason=reason):
-                self._run.alert("a slower transport than declared", reason, level="WARN")
             case RunEnded(exit_reason="preempted"):
                 self._run.mark_preempting()
                 self._run.finish(exit_code=1)
@@ -85,6 +61,8 @@ class WandbListener:
                 self._run.finish(exit_code=0)
             case RunFailed():
                 self._run.finish(exit_code=1)
+        if alert := alert_for(event):
+            self._run.alert(alert.title, alert.text, level="ERROR" if alert.is_error else "WARN")
 
 
 def _start(mode: Mode, **facts: Any) -> wandb.Run:

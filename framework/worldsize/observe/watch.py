@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,14 +17,13 @@ from rich.text import Text
 
 from worldsize.files import open_regular
 from worldsize.observe.data_waits import waited_share, waiting_text
-from worldsize.observe.events import is_event
+from worldsize.observe.events import describe_event, is_event
 from worldsize.observe.health.rows import HealthRow
 from worldsize.observe.health.summary import NodesHealth, badness
 from worldsize.observe.health.words import table_of
 from worldsize.observe.progress import Tail, by_split, figures
 from worldsize.observe.report.read import number
 from worldsize.observe.report.svg import plain
-from worldsize.observe.report.timeline import describe_event
 from worldsize.records.attempt import Attempt
 from worldsize.records.json_lines import Row, row_of
 from worldsize.records.metrics import EvaluationRow, MetricRow, StepRow, TimingRow, is_metric, is_timing
@@ -32,6 +33,7 @@ _EVENTS = 6  # the last ones
 _RANKS = 16  # the slowest, if there are more
 _NODES = 8  # those that deserve a look most, if there are more
 _HEALTH = 5.0  # seconds between two looks at the health of nodes
+_PER_RANK = 0.01  # seconds that each rank adds to the time between two looks at the times of all
 _END = 4096  # bytes of a file that hold its last line
 _T = TypeVar("_T")
 
@@ -48,10 +50,10 @@ class Watched:
         new_events: the events since then
         damaged: lines that could not be read so far
         health: the last samples of the nodes
+        times: the times of the ranks
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
         self._metrics = Tail(folder / "metrics.jsonl", from_start=True)
         self._event_file = Tail(folder / "events.jsonl", from_start=True)
         self.step: StepRow | None = None
@@ -61,6 +63,7 @@ class Watched:
         self.new_events: list[Row] = []
         self.damaged = 0
         self.health = NodesHealth(folder, interval=_HEALTH)
+        self.times = RankTimes(folder)
 
     def look(self) -> None:
         """Read what was appended to the files, and replace ``new_metrics`` and ``new_events`` with it."""
@@ -89,9 +92,22 @@ class Watched:
         self.damaged += len(rows) - len(valid)
         return valid
 
-    def timing(self, rank: int) -> TimingRow:
-        """Return the times of the rank in its last logged step; empty if the run does not record them."""
-        return last_row(RunDirectory(self._folder).timing(rank))
+
+@final
+class RankTimes:
+    """Reads the times of each rank, which has a file of its own: those of many ranks at intervals."""
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._clock = RunDirectory(folder), clock
+        self._last: Mapping[int, TimingRow] = {}
+        self._next = -math.inf  # when they are read again
+
+    def look(self, ranks: int) -> Mapping[int, TimingRow]:
+        """Return the times of each rank in its last logged step; empty for one that does not record them."""
+        if self._clock() >= self._next:
+            self._last = {rank: last_row(self._run.timing(rank)) for rank in range(ranks)}
+            self._next = self._clock() + _PER_RANK * ranks
+        return self._last
 
 
 def _is_event(row: Row) -> TypeGuard[Row]:
@@ -117,8 +133,7 @@ def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> Rendera
     parts: list[RenderableType] = [_header(manifest, state)]
     if step := watched.step:
         parts += [_progress(step, manifest["config"].get("steps") or step["step"])]
-        times = {rank: watched.timing(rank) for rank in range(len(step["step_seconds"]))}
-        parts += [_ranks(times, step)]
+        parts += [_ranks(times := watched.times.look(len(step["step_seconds"])), step)]
         if waiting := waiting_text(
             {rank: waited_share([row] if row else []) for rank, row in times.items()}, manifest["config"]
         ):
@@ -161,7 +176,7 @@ def _ranks(times: Mapping[int, TimingRow], step: StepRow) -> Table:
 
     The slowest rank has the longest own time, if that is known, since a step waits for all ranks.
     """
-    seconds = [(number(each), *_own_seconds(times[rank])) for rank, each in enumerate(step["step_seconds"])]
+    seconds = [(number(each), *_own_seconds(times.get(rank, {}))) for rank, each in enumerate(step["step_seconds"])]
     order = sorted(range(len(seconds)), key=lambda rank: _slowness(*seconds[rank][:2]), reverse=True)
     is_known = any(own == own for _, own, _ in seconds)
     names = ("own: data and compute", "data") if is_known else ("", "")

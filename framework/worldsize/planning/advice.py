@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -117,6 +118,18 @@ def retuning_text(then: int, now: int, lr: float | None, where: str) -> str | No
     return (
         f"warning: the global batch is {now}, and was {then} in {where}. The lr of then has to be tuned anew: start "
         f"at {ratio:.3g} × with SGD, {ratio**0.5:.3g} × with Adam; {'no lr' if lr is None else f'lr={lr:g}'} is set."
+    )
+
+
+def rule_text(cluster: Mapping[str, Any]) -> str:
+    """Say for whom ``cluster.scale_lr``, in the section ``cluster``, needs a base; empty if it has one or no rule."""
+    rule, base = cluster["scale_lr"], cluster["base_batch"]
+    if rule == "none" or base is not None:
+        return ""
+    return (
+        f"cluster.scale_lr={rule} without cluster.base_batch changes no figure below, but a strategy whose updates "
+        "have the same number of samples at any number of processes, such as ddp, does not train with it. Set "
+        "cluster.base_batch to the number of samples for which lr was chosen, or cluster.scale_lr=none for these."
     )
 
 

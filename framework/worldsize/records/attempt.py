@@ -26,7 +26,7 @@ class Attempt(TypedDict):
         pid: Process id of the launching process.
         job: The scheduler's job that it ran in.
         pinning: The cores and the memory of each process of the launching host, or why they are not pinned.
-        transport: The transports that collectives used.
+        transport: The transports that collectives used; in a gang that heals, those of its last membership.
         memberships: Who trained from which step on, in a gang that heals.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, final
 
@@ -40,15 +41,28 @@ def _are_counts(*values: Any) -> bool:
     return all(isinstance(each, int) for each in values)
 
 
-def earlier_flight_file(log: Path, attempt: int) -> Path:
-    """Return where the file of an earlier attempt goes when ``attempt`` begins."""
-    return log.with_suffix(f".flight_before_{attempt}.json")
+def keep_flight_file(log: Path) -> None:
+    """Give the file of an earlier process with this ``log``, if there is one, a name that no other file has.
+
+    That process may be one of the same attempt: one whose role restarts alone, or whose place a newcomer takes.
+
+    Raises:
+        OSError: the folder is gone, or cannot be written.
+    """
+    if (path := flight_file(log)).exists():
+        kept = (log.with_suffix(f".flight_before_{number}.json") for number in count(1))
+        path.rename(next(each for each in kept if not each.exists()))
 
 
 def hang_report(logs: Sequence[Path]) -> str:
-    """Return what the processes with these ``logs`` did when their gang hung, some lines each; "" if none wrote it."""
-    records = [(log.stem, record) for log in logs if (record := _read(flight_file(log))) is not None]
-    lines = [line for name, record in records[:_RANKS] for line in _lines(name, record)]
+    """Return what the processes with these ``logs`` did when their gang hung, some lines each; "" if none wrote it.
+
+    Of many, those that waited for nobody are told, whom the others waited for.
+    """
+    written = [(log.stem, record) for log in logs[:_FILES] if (record := _read(flight_file(log))) is not None]
+    told = sorted(written, key=lambda each: _waits(each[1]))[:_RANKS] if len(written) > _RANKS else written
+    lines = [line for name, record in told for line in _lines(name, record)]
+    lines += [f"  and {len(written) - len(told)} more"] if len(written) > len(told) else []
     return "\n".join(["when the gang hung:", *lines]) if lines else ""
 
 
@@ -61,9 +75,9 @@ class HungProcess:
     role: str
     rank: int
     doing: str
-    """The collective in which it waits, or the last one that it began; in words."""
+    """What it waits for: a collective or a message; or the last collective that it began; in words."""
     waits: bool
-    """Whether it waits in a collective."""
+    """Whether it waits for others."""
     stack: tuple[str, ...]
     """Frames of its main thread, the innermost last."""
 
@@ -77,8 +91,8 @@ def hung_processes(folder: Path) -> list[HungProcess]:
             attempt = record.get("attempt")
             number = attempt if isinstance(attempt, int) else 0
             stack = tuple(printable(str(frame)) for frame in _list(record.get("stack"))[-_MOST_FRAMES:])
-            waits = bool(_list(record.get("waiting")))
-            processes.append(HungProcess(number, name["role"], int(name["rank"]), _doing(record), waits, stack))
+            doing, waits = _doing(record), _waits(record)
+            processes.append(HungProcess(number, name["role"], int(name["rank"]), doing, waits, stack))
     return sorted(processes, key=lambda each: (each.attempt, each.role, each.rank))
 
 
@@ -97,11 +111,24 @@ def _lines(name: str, record: Mapping[str, Any]) -> list[str]:
 
 
 def _doing(record: Mapping[str, Any]) -> str:
-    """Say in which collective the process of a ``record`` waits, or which one it began last."""
+    """Say what the process of a ``record`` waits for, or which collective it began last."""
     if waiting := _list(record.get("waiting")):
         return f"waits in {_told(waiting[0])}"
+    if awaited := _awaited(record):
+        return f"waits for {awaited}"
     last = record.get("last")
     return f"waits in no collective; it began {_told(last)} last" if last else "began no collective"
+
+
+def _waits(record: Mapping[str, Any]) -> bool:
+    """Return whether the process of a ``record`` waits for others."""
+    return bool(_list(record.get("waiting")) or _awaited(record))
+
+
+def _awaited(record: Mapping[str, Any]) -> str:
+    """Return what the process of a ``record`` awaits from others outside of collectives; "" if nothing."""
+    awaited = record.get("awaited")
+    return printable(str(awaited.get("what"))) if isinstance(awaited, dict) else ""
 
 
 def _list(value: Any) -> list[Any]:

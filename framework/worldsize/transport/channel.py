@@ -17,6 +17,7 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any, final
 
+from worldsize.collectives.peer_wait import PEER_WAIT
 from worldsize.collectives.step_timer import phase
 from worldsize.transport.frames import (
     HEADER_BYTES,
@@ -117,7 +118,7 @@ class Channel:
                 else:
                     self._stream.send([heads, *parts])
         except OSError as error:
-            raise LostError(str(error)) from error
+            raise _lost(error, self._patience) from error
 
     def send_later(self, header: Header) -> None:
         """Send a frame without payload together with the next frame, or before the next wait for the peer.
@@ -170,7 +171,7 @@ class Channel:
                 else:
                     self._stream.fill(rest, deadline)
         except OSError as error:
-            raise error if isinstance(error, LostError) else LostError(str(error)) from error
+            raise error if isinstance(error, LostError) else _lost(error, self._patience) from error
 
     def message(self, header: Header) -> Any:
         """Receive the JSON that follows ``header``, at most 16 MiB.
@@ -194,7 +195,8 @@ class Channel:
             LostError: The peer has gone.
             RefusedError: The frame has another operation, or is REFUSED; the error then has the peer's reason.
         """
-        header = self.header()
+        with PEER_WAIT.during(f"the message {expected[0].name} of a peer"):
+            header = self.header()
         if header.operation == CommonOperation.REFUSED:
             raise RefusedError(str(self.message(header)))
         if header.operation not in expected:
@@ -275,6 +277,12 @@ def _bound(connection: socket.socket, seconds: float) -> None:
     bound = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, bound)
+
+
+def _lost(error: OSError, patience: float) -> LostError:
+    """Return the error of a channel whose peer has gone, or has made no progress within the seconds of ``patience``."""
+    is_silent = isinstance(error, BlockingIOError | TimeoutError)  # of a plain socket, and of TLS
+    return LostError(f"the peer made no progress for {patience:g} s" if is_silent else str(error))
 
 
 def _joined(parts: Sequence[memoryview]) -> list[memoryview]:

@@ -1,8 +1,9 @@
-"""Watches for a hang: a collective that waits for long has every process write its collectives and its stacks."""
+"""Watches for a hang: whoever waits for others for long has every process write what it waits for and its stacks."""
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
 import time
@@ -15,9 +16,12 @@ from typing import Any, final
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from worldsize.records.flight import collectives_file, earlier_flight_file, flight_file
+from worldsize.collectives.peer_wait import PEER_WAIT
+from worldsize.records.flight import collectives_file, flight_file, keep_flight_file
 
-_SHARE = 0.6  # of the time-out after which a collective counts as hung
+_logger = logging.getLogger(__name__)
+
+_SHARE = 0.6  # of the time-out after which a collective, or a wait for a message, counts as hung
 _POLLS = 20  # in the time of a time-out
 _QUICKEST, _SLOWEST = 0.1, 10.0  # seconds between two polls
 _SETTLES = 0.5  # seconds after which a collective that has completed is noted as such
@@ -41,8 +45,8 @@ def hangs_watched(
         timeout: Time after which a collective fails, in seconds.
         counts: Whether to leave the numbers of its collectives beside its ``log`` at the end.
     """
-    with suppress(OSError):  # of an earlier attempt; there is none, or its folder is gone
-        flight_file(log).replace(earlier_flight_file(log, attempt))
+    with suppress(OSError):  # the folder is gone, or the disk is full
+        keep_flight_file(log)
     with suppress(OSError):
         collectives_file(log).unlink()
     watch = _Watch(log, asked, attempt, timeout, counts=counts)
@@ -60,7 +64,7 @@ class _Watch(threading.Thread):
         super().__init__(name="hang watch", daemon=True)
         self.ended = threading.Event()
         self._path, self._asked = flight_file(log), asked
-        self._heeds = not asked.exists()  # else others asked before it came, in a gang that has healed since
+        self._asked_before = self._asked_at()  # others of the attempt may have asked before this process came
         self._attempt, self._timeout = attempt, timeout
         self._since = 0  # time in ns at which the process has joined its gang
         self._counted = collectives_file(log) if counts else None
@@ -88,19 +92,40 @@ class _Watch(threading.Thread):
             while not self.ended.wait(pause):
                 entries = _collectives()
                 waiting = [each for each in entries if not each["retired"] and each["time_created_ns"] > self._since]
-                oldest = min((each["time_created_ns"] for each in waiting), default=time.time_ns())
-                hangs = time.time_ns() - oldest > _SHARE * self._timeout * 1e9
-                if hangs or (self._heeds and self._asked.exists()):
-                    self._asked.touch()
+                is_asked = self._asked_at() != self._asked_before
+                if is_asked or self._hangs(waiting):
+                    if not is_asked:
+                        self._ask()
                     self._path.write_text(json.dumps(self._record(entries, waiting)))
                     self.count()  # it may be killed while it hangs
                     return
 
+    def _hangs(self, waiting: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether this process has waited for long for the oldest of its collectives, or for a message."""
+        now, awaited = time.time_ns(), PEER_WAIT.open()
+        oldest = min((each["time_created_ns"] for each in waiting), default=now)
+        return max((now - oldest) / 1e9, awaited[1] if awaited else 0.0) > _SHARE * self._timeout
+
+    def _ask(self) -> None:
+        """Ask all processes to write what they do; say so if the run need not end, as after a wait for a message."""
+        self._asked.touch()
+        if awaited := PEER_WAIT.open():
+            text = "this process has waited for %s for %.3g s; what each process does is beside its log (*.flight.json)"
+            _logger.warning(text, *awaited)
+
+    def _asked_at(self) -> int:
+        """Return the time in ns at which a process has asked the others last; 0: none has."""
+        with suppress(OSError):
+            return self._asked.stat().st_mtime_ns
+        return 0
+
     def _record(self, entries: Sequence[Mapping[str, Any]], waiting: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        awaited = PEER_WAIT.open()
         frames = sys._current_frames()
         return {
             "attempt": self._attempt,
             "waiting": [_plain(each) for each in waiting],
+            "awaited": {"what": awaited[0], "seconds": awaited[1]} if awaited else None,
             "last": _plain(entries[-1]) if entries else None,
             "stack": _lines(frames.get(self._main or 0)),
             "threads": {str(ident): _lines(frame) for ident, frame in frames.items()},
@@ -117,10 +142,18 @@ def _collectives() -> list[Mapping[str, Any]]:
 
 
 def _counts() -> dict[str, list[int]]:
-    """Return how many collectives this process has begun and completed in each group since it joined."""
-    status: Mapping[str, Mapping[str, Any]] = _recorded().get("pg_status", {})
-    ends = ("last_enqueued_collective", "last_completed_collective")
-    return {group: [int(each[end]) for end in ends] for group, each in status.items()}
+    """Return how many collectives this process has begun and completed in each group since it joined.
+
+    What torch calls the last completed one may be an earlier one, whose thread has noted its end after those of others.
+    """
+    record = _recorded()
+    pending = {
+        str(each["pg_id"]): int(each["collective_seq_id"])
+        for each in reversed(record.get("entries", []))  # the oldest of a group is the last here, and stays
+        if not each["retired"] and not each["is_p2p"]
+    }
+    begun = {group: int(each["last_enqueued_collective"]) for group, each in record.get("pg_status", {}).items()}
+    return {group: [last, pending.get(group, last + 1) - 1] for group, last in begun.items()}
 
 
 def _recorded() -> Mapping[str, Any]:

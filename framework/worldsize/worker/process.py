@@ -24,7 +24,7 @@ from worldsize.engine.before_update import BeforeUpdate
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import show_messages
 from worldsize.observe.health.process import HealthProcess
-from worldsize.observe.transport import audit, listen_to_nccl, transport_warning, write
+from worldsize.observe.transport import audit, listen_to_nccl, nccl_log, transport_warning, write
 from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.records.run_record import opened, writing
 from worldsize.reproducibility.seeds import seed_generators, stream
@@ -138,13 +138,13 @@ def _play(
     channel: MembershipChannel | None,
 ) -> int:
     settings.determinism.apply(settings.cluster.device)
-    _listen(settings, run)
+    _listen(settings, run, placement)
     with open_world(placement, settings.cluster, settings.roles) as world, ExitStack() as stack:
         seed_generators(stream(settings.training.seed, "init"), world.device)
         settings.faults.begin(world.global_rank, placement.attempt + placement.starts)
         if settings.heals and settings.run.evaluates is None:
             return _heal(settings, run, world, placement, listeners, preemption, channel)
-        _audit(settings, run, world, listeners)
+        _audit(settings, run, world, placement, listeners)
         stack.enter_context(_hangs_watched(settings, run, placement))
         replica = _replica(settings, context_of(settings, run, world, placement, preemption))
         if replica is None:
@@ -188,6 +188,7 @@ def _heal(
         settings: Settings, world: World, before_update: BeforeUpdate, connections: Connections
     ) -> Replica:
         joined()
+        _audit(settings, run, world, placement, listeners)
         seed_generators(stream(settings.training.seed, "init"), world.device)
         context = context_of(settings, run, world, placement, preemption)
         context = replace(context, before_update=before_update, making_groups=lambda: connections)
@@ -203,24 +204,39 @@ def _examine(settings: Settings, run: RunDirectory, placement: Placement) -> int
     """Join the run as usual, and measure instead of training."""
     Preemption([])  # signals end it
     introduce(placement, settings.cluster, run.findings)
-    _listen(settings, run)
+    _listen(settings, run, placement)
     with open_world(placement, settings.cluster, settings.roles) as world:
-        transport = audit(world, settings.cluster, os.environ, run.nccl_logs(socket.gethostname()))
+        transport = audit(world, settings.cluster, os.environ, _nccl_log(run, placement))
         return probe(world, placement, settings.cluster, transport, run.findings, pairs=settings.run.examine == "pairs")
 
 
-def _listen(settings: Settings, run: RunDirectory) -> None:
+def _listen(settings: Settings, run: RunDirectory, placement: Placement) -> None:
     if settings.cluster.backend == "nccl" and "NCCL_DEBUG" not in os.environ:
-        folder = run.nccl_logs(socket.gethostname())
-        make_folder_of(folder / "log", run)
-        os.environ.update(listen_to_nccl(folder))
+        log = _nccl_log(run, placement)
+        make_folder_of(log, run)
+        os.environ.update(listen_to_nccl(log.parent, attempt=_attempt(placement)))
 
 
-def _audit(settings: Settings, run: RunDirectory, world: World, listeners: Sequence[Listener]) -> None:
-    """Determine which transport the gang uses; its first rank records it, and tells if it is not the declared one."""
+def _nccl_log(run: RunDirectory, placement: Placement) -> Path:
+    host = socket.gethostname()
+    return nccl_log(run.nccl_logs(host), host=host, process=str(os.getpid()), attempt=_attempt(placement))
+
+
+def _attempt(placement: Placement) -> int | None:
+    """Return the number of the attempt if a launching process counts; torchrun, srun and mpirun tell none."""
+    return placement.attempt if placement.heartbeat is not None else None
+
+
+def _audit(
+    settings: Settings, run: RunDirectory, world: World, placement: Placement, listeners: Sequence[Listener]
+) -> None:
+    """Determine which transport the gang uses; its first rank records it, and tells if it is not the declared one.
+
+    In a gang that heals each membership does so, since each has connections of its own: the last one's is recorded.
+    """
     if world.size < 2 or settings.roles[world.role].serves:
         return
-    transport = audit(world, settings.cluster, os.environ, run.nccl_logs(socket.gethostname()))
+    transport = audit(world, settings.cluster, os.environ, _nccl_log(run, placement))
     if world.rank == 0:
         write(run.transport, transport)
         if reason := transport_warning(transport, settings.cluster):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -39,9 +39,10 @@ def nodes(record: Record) -> list[Node]:
     """List the nodes with their ranks as the last attempt had them."""
     cluster, hosts = record.manifest["cluster"], _hosts(record)
     machines = {each.get("host"): _machine(each) for each in record.manifest["hardware"]}
+    straggled = Counter(each["rank"] for each in record.stragglers)
     ranks: defaultdict[int, list[Rank]] = defaultdict(list)
     for each in cluster.get("ranks") or _places(cluster):
-        ranks[each["node"]].append(_rank(each, record))
+        ranks[each["node"]].append(_rank(each, straggled))
     listed = []
     for index in range(cluster["nodes"]):
         host = hosts[index] if hosts else ""
@@ -68,10 +69,11 @@ def _places(cluster: Mapping[str, Any]) -> Iterator[Place]:
         yield {"rank": rank, "role": role, "role_rank": role_rank, "node": node, "device": device}
 
 
-def _rank(place: Place, record: Record) -> Rank:
+def _rank(place: Place, straggled: Mapping[int, int]) -> Rank:
+    """Describe the rank at ``place``; ``straggled``: how often each worker did."""
     role, number = place["role"], place["role_rank"]
-    straggled = sum(each["rank"] == number for each in record.stragglers) if role == "worker" else 0
-    return Rank(place["rank"], role, number, place["device"], straggled)
+    times = straggled[number] if role == "worker" else 0
+    return Rank(place["rank"], role, number, place["device"], times)
 
 
 def _hosts(record: Record) -> Sequence[str]:

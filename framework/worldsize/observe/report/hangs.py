@@ -21,14 +21,14 @@ class Row:
     who: str
     doing: str
     waits: bool
-    """Whether they waited in a collective."""
+    """Whether they waited for others."""
     stack: tuple[str, ...]
 
 
 @final
 @dataclass(frozen=True)
 class Hang:
-    """The hang that ended an attempt; processes that waited in no collective, whom others waited for, come first."""
+    """The hang that ended an attempt; processes that waited for nobody, whom others waited for, come first."""
 
     attempt: int
     rows: tuple[Row, ...]
@@ -44,9 +44,11 @@ def hangs(record: Record) -> list[Hang]:
 
 
 def _hang(attempt: int, processes: list[HungProcess]) -> Hang:
-    alike: defaultdict[tuple[str, str, bool, tuple[str, ...]], list[int]] = defaultdict(list)
-    for each in processes:
-        alike[each.role, each.doing, each.waits, each.stack].append(each.rank)
-    rows = [Row(f"{role} {named(ranks)}", doing, waits, stack) for (role, doing, waits, stack), ranks in alike.items()]
+    alike: defaultdict[tuple[str, str, bool, tuple[str, ...]], set[int]] = defaultdict(set)
+    for each in processes:  # two of a rank if it was started again within the attempt
+        alike[each.role, each.doing, each.waits, each.stack].add(each.rank)
+    rows = [
+        Row(f"{role} {named([*ranks])}", doing, waits, stack) for (role, doing, waits, stack), ranks in alike.items()
+    ]
     ordered = sorted(rows, key=lambda row: row.waits)
     return Hang(attempt, tuple(ordered[:_SHOWN]), max(0, len(ordered) - _SHOWN))

@@ -137,10 +137,12 @@ def summary(record: Record) -> list[tuple[str, str]]:
 
 
 def _read(record: Record) -> list[tuple[str, str]]:
-    """List what all ranks have read from data files, if it was counted."""
-    lines = [line for timing in record.timing.values() for line in timing]
+    """List what all ranks have read from data files, if it was counted; about so, if lines were left out."""
     counts = {
-        name: sum(number(line.get(name, 0)) for line in lines)
+        name: sum(
+            record.timing_stands_for[rank] * sum(number(line.get(name, 0)) for line in lines)
+            for rank, lines in record.timing.items()
+        )
         for name in ("read_bytes", "fetched_bytes", "skipped_samples")
     }
     rows = [("data read", size(counts["read_bytes"])), ("of that from other machines", size(counts["fetched_bytes"]))]

@@ -25,6 +25,7 @@ from worldsize.records.run_record import look
 
 SCALING = "scaling.json"
 _MOST = 10_000  # lines of a file; more than a screen has pixels
+_LEAST, _IN_ALL = 300, 1_000_000  # lines of a file if there are many, and of those of all ranks and runs together
 Line = Mapping[str, Any]
 
 
@@ -33,7 +34,12 @@ Line = Mapping[str, Any]
 class Record:
     """A run: its manifest, the lines of metrics.jsonl by kind, those of each rank's timing, and its events.
 
-    The steps of long files are thinned; ``damaged``: number of unreadable lines, which are left out.
+    The steps of long files, and of those of many ranks, are thinned.
+
+    Attributes:
+        stands_for: Number of logged steps for which one of ``steps`` stands.
+        timing_stands_for: The same for the lines of each rank's timing.
+        damaged: Number of unreadable lines, which are left out.
     """
 
     folder: Path
@@ -42,6 +48,8 @@ class Record:
     evaluations: Sequence[Line]
     timing: Mapping[int, Sequence[Line]]
     events: Sequence[Line]
+    stands_for: int
+    timing_stands_for: Mapping[int, int]
     damaged: int
 
     @property
@@ -76,35 +84,50 @@ class Record:
         return {name: number(value) for name, value in metrics.items()}
 
 
-def read_run(folder: Path) -> Record:
+def read_run(folder: Path, *, has_timing: bool = True, among: int = 1) -> Record:
     """Read the run in ``folder``.
+
+    Args:
+        folder: The run folder.
+        has_timing: Whether the times of each rank are wanted.
+        among: Number of runs that are read together: of many there are fewer steps each.
 
     Raises:
         WorldsizeError: there is none, its manifest was edited, or a file of it cannot be read.
     """
     with reading(folder):
         manifest = look(RunDirectory(folder)).manifest
-        metrics = metric_rows(folder / "metrics.jsonl", at_most=_MOST)
+        ranks = _ranks(manifest)
+        at_most = max(_LEAST, min(_MOST, _IN_ALL // (ranks * among)))  # a line of metrics has a time of each rank, too
+        metrics = metric_rows(folder / "metrics.jsonl", at_most=at_most)
         events = Rows(folder / "events.jsonl", is_valid=is_event, at_most=_MOST)
-        times = {rank: Rows(path, is_valid=is_timing, at_most=_MOST) for rank, path in _timing_files(folder, manifest)}
-        logged = list(metrics)
+        files = _timing_files(folder, ranks) if has_timing else ()
+        times = {rank: Rows(path, is_valid=is_timing, at_most=at_most) for rank, path in files}
+        logged, timing = list(metrics), {rank: list(rows) for rank, rows in times.items()}
         return Record(
             folder=folder,
             manifest=manifest,
             steps=[row for row in logged if row["event"] == "step"],
             evaluations=[row for row in logged if row["event"] == "evaluation"],
-            timing={rank: list(rows) for rank, rows in times.items()},
+            timing=timing,
             events=list(events),
+            stands_for=metrics.every,
+            timing_stands_for={rank: rows.every for rank, rows in times.items()},
             damaged=sum(rows.damaged for rows in (metrics, events, *times.values())),
         )
 
 
-def _timing_files(folder: Path, manifest: Mapping[str, Any]) -> Iterator[tuple[int, Path]]:
-    """Yield the rank and the path of each rank's timing file."""
-    sizes = (manifest["cluster"]["processes"], *(attempt["world_size"] for attempt in manifest["attempts"]))
+def _ranks(manifest: Mapping[str, Any]) -> int:
+    """Return the largest number of processes that the run has had."""
+    sizes: list[int] = [manifest["cluster"]["processes"], *(each["world_size"] for each in manifest["attempts"])]
+    return max(*sizes, 1)
+
+
+def _timing_files(folder: Path, ranks: int) -> Iterator[tuple[int, Path]]:
+    """Yield the rank and the path of the timing file of each of the ``ranks``."""
     for path in sorted((folder / "timing").rglob("worker_*.jsonl")):
         named = re.fullmatch(r"worker_(\d{5,7})\.jsonl", path.name, re.ASCII)
-        if named and int(named[1]) < max(sizes):
+        if named and int(named[1]) < ranks:
             yield int(named[1]), path
 
 

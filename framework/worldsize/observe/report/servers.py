@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,7 +19,7 @@ _FIGURES = ("pushes", "pulls", "bytes_in", "bytes_out", "longest_queue", "lost_u
 @final
 @dataclass(frozen=True)
 class Server:
-    """Totals of a server over the run."""
+    """Totals of a server over the run; about so, if steps of a long run were left out."""
 
     name: str
     pushes: int
@@ -42,10 +42,13 @@ class HotRows:
 def servers(record: Record) -> list[Server]:
     """Return the totals of each parameter server, by index; empty if the strategy has none."""
     loads = _loads(record)
-    return [_total(f"server {index}", [line for _, line in loads[index]]) for index in sorted(loads)]
+    return [_total(f"server {index}", [line for _, line in loads[index]], record.stands_for) for index in sorted(loads)]
 
 
-def _loads(record: Record) -> dict[int, list[tuple[int, Line]]]:
+Loads = Mapping[int, Sequence[tuple[int, Line]]]  # the step and the load in each line, by server
+
+
+def _loads(record: Record) -> Loads:
     """Collect the steps of each server, and its work since the line before."""
     loads: defaultdict[int, list[tuple[int, Line]]] = defaultdict(list)
     for line in record.steps:
@@ -75,8 +78,10 @@ def _is_table(table: Any) -> bool:
     )
 
 
-def _total(name: str, loads: Sequence[Line]) -> Server:
-    sums = {key: sum(int(load[key]) for load in loads) for key in ("pushes", "pulls", "bytes_in", "bytes_out")}
+def _total(name: str, loads: Sequence[Line], stands_for: int) -> Server:
+    sums = {
+        key: stands_for * sum(int(load[key]) for load in loads) for key in ("pushes", "pulls", "bytes_in", "bytes_out")
+    }
     most = {key: max(int(load[key]) for load in loads) for key in ("longest_queue", "lost_updates")}
     return Server(name, **sums, **most)
 
@@ -93,20 +98,20 @@ def hot_rows(record: Record) -> list[HotRows]:
 
 def server_charts(record: Record) -> list[Chart]:
     """Draw traffic, requests and the longest queue of each server over steps."""
+    loads = _loads(record)
     return [
-        *lines("Received by servers", _rates(record, "bytes_in", 1e-6), unit=" MB/s"),
-        *lines("Sent by servers", _rates(record, "bytes_out", 1e-6), unit=" MB/s"),
-        *lines("Requests to servers", _rates(record, "pushes", 1.0), unit=" pushes/s"),
-        *lines("Longest queue at servers", _curves(record, lambda load: number(load["longest_queue"])), unit=" pushes"),
+        *lines("Received by servers", _rates(loads, "bytes_in", 1e-6), unit=" MB/s"),
+        *lines("Sent by servers", _rates(loads, "bytes_out", 1e-6), unit=" MB/s"),
+        *lines("Requests to servers", _rates(loads, "pushes", 1.0), unit=" pushes/s"),
+        *lines("Longest queue at servers", _curves(loads, lambda load: number(load["longest_queue"])), unit=" pushes"),
     ]
 
 
-def _rates(record: Record, key: str, scale: float) -> list[Curve]:
-    return _curves(record, lambda load: scale * number(load[key]) / (load["seconds"] or math.nan))
+def _rates(loads: Loads, key: str, scale: float) -> list[Curve]:
+    return _curves(loads, lambda load: scale * number(load[key]) / (load["seconds"] or math.nan))
 
 
-def _curves(record: Record, figure: Callable[[Line], float]) -> list[Curve]:
-    loads = _loads(record)
+def _curves(loads: Loads, figure: Callable[[Line], float]) -> list[Curve]:
     return [
         Curve(f"server {index}", [step for step, _ in loads[index]], [figure(load) for _, load in loads[index]])
         for index in sorted(loads)

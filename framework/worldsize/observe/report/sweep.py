@@ -36,7 +36,7 @@ def read_sweep(folders: Sequence[Path]) -> Sweep:
     records, refused = [], {}
     for folder in folders:
         try:
-            record = read_run(folder)
+            record = read_run(folder, has_timing=False, among=len(folders))
             with reading(folder):
                 _check_shown(record)
             records.append(record)

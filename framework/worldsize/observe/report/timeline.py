@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
-from worldsize.observe.events import (
-    NODE_ALERT,
-    described_failure,
-    described_interval,
-    described_membership,
-    described_workers,
-)
-from worldsize.observe.health.rows import described_alert
+from worldsize.observe.events import GOOD_NEWS, describe_event
 from worldsize.observe.report.read import Line, Record
 from worldsize.records.attempt import Attempt
 
@@ -126,31 +119,4 @@ def _ending(attempt: Attempt) -> str:
 def _of_events(events: Iterable[Line]) -> Iterator[Fact]:
     for event in events:
         if isinstance(event.get("time"), int | float):
-            yield event["time"], describe_event(event), event["event"] in ("data_workers", "save_interval")
-
-
-def describe_event(event: Line) -> str:
-    """Describe an event of ``events.jsonl`` in words."""
-    if event.get("event") == NODE_ALERT:
-        return described_alert(event)
-    if event.get("event") == "data_workers":
-        return f"step {event.get('step')}: rank {event.get('rank')}: {described_workers(event)}"
-    if event.get("event") == "checkpoint_failed":
-        return f"step {event.get('step')}: {described_failure(event)}"
-    if event.get("event") == "save_interval":
-        return f"step {event.get('step')}: {described_interval(event)}"
-    if event.get("event") == "membership":
-        return f"after step {event.get('step')}: {described_membership(event)}"
-    if event.get("event") == "transport":  # of no step: it is found when the ranks connect
-        return str(event.get("reason") or "a slower transport than the cluster declares")
-    known = {"event", "time", "step", "rank", "host", "device", "cause", "slower", "since", "health"}
-    words = [f"step {event.get('step')}: {event.get('event')}"]
-    if "rank" in event:
-        words.append(f"rank {event['rank']}")
-    if "slower" in event:
-        slower = event["slower"]  # any value: others may have written the file
-        words.append(f"{f'{slower:.3g}' if isinstance(slower, int | float) else slower} × as slow as the others")
-    words += [f"{name} {event[name]}" for name in ("host", "device", "cause") if event.get(name) is not None]
-    words += [f"since step {event['since']}"] if event.get("since") is not None else []
-    words += [str(event["health"])] if event.get("health") else []
-    return ", ".join([*words, *(f"{name} {value}" for name, value in event.items() if name not in known)])
+            yield event["time"], describe_event(event), event["event"] in GOOD_NEWS

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any, final
 
 from worldsize.collectives.exact import Sums
+from worldsize.collectives.peer_wait import PEER_WAIT
 from worldsize.errors import WorldsizeError
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.parameter_server.staleness import StalenessScheduler
@@ -145,7 +146,7 @@ class TaskScheduler:
             WorldsizeError: There was no worker for longer than the timeout.
         """
         since = time.monotonic()
-        with self.changed:
+        with PEER_WAIT.during("work of the workers"), self.changed:
             while not done():
                 self.changed.wait(self.staleness.lease / 4)
                 now = time.monotonic()

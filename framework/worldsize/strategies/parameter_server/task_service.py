@@ -39,8 +39,8 @@ class TaskService:
                 channel.send_message(Operation.TASK, task)
                 if task["do"] == "stop":
                     self._scheduler.retire(name, epoch, task["why"])
-        except LostError:
-            self._scheduler.retire(name, epoch, "its connection ended")
+        except LostError as error:
+            self._scheduler.retire(name, epoch, f"its connection ended ({error})")
         except RefusedError:
             self._scheduler.retire(name, epoch, "it was refused")
             raise
