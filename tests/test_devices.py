@@ -86,6 +86,7 @@ def test_a_backend_that_a_package_registers_is_found(monkeypatch: pytest.MonkeyP
 def test_a_device_that_torch_does_not_know_is_refused(xpu: Module) -> None:
     for kind, message in {
         "cudaa": r"'cudaa' is unknown; did you mean 'cuda'\? Known: cpu, cuda, hpu, mps, mtia, xpu",
+        "gpu": r"'gpu' is unknown; did you mean 'cuda'\? Known: cpu, cuda",
         "meta": r"'meta' is unknown",
         "tpu": r"needs torch_xla.* docs/howto/devices\.md",
     }.items():

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _KNOWN = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")  # what an error message lists, beside this machine's accelerator
 _NO_DEVICES = ("meta", "lazy", "vulkan", "opengl", "opencl", "ideep", "mkldnn", "fpga", "ve", "ipu", "hip")
+_CALLED = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}  # what people also say
 _XLA = (
     "cluster.device={kind} needs torch_xla, which worldsize does not drive. Set cluster.device=cpu or cuda; "
     "docs/howto/devices.md says what TPUs would take."
@@ -48,8 +49,9 @@ def check_kind(kind: str) -> None:
         known = False
     if not known:
         names = {*_KNOWN, *([accelerator.type] if accelerator else [])}
+        near = neighbours(_CALLED.get(kind, kind), names)
         raise ConfigError(
-            f"cluster.device={kind!r} is unknown{neighbours(kind, names)} Devices that a package adds to torch are "
+            f"cluster.device={kind!r} is unknown{near} Devices that a package adds to torch are "
             "known where it is installed."
         )
 

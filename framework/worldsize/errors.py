@@ -38,6 +38,10 @@ class OtherSchemaError(CheckpointError):
     """A checkpoint has a schema version that this worldsize does not read; it is not necessarily damaged."""
 
 
+class FirstHostLostError(WorldsizeError):
+    """The first host of a run does not answer any more, so that this one has ended its processes."""
+
+
 class RunFolderError(WorldsizeError):
     """A run folder was deleted, or cannot be written to any more."""
 

@@ -13,6 +13,7 @@ from typing import TextIO
 from worldsize.errors import WorldsizeError
 
 CONFIG_ERROR = 2  # exit code of what cannot run as it is configured
+FIRST_LOST = 76  # exit code of a host's agent that has lost the first host
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, with which other programs end then
 
 

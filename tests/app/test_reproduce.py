@@ -318,6 +318,7 @@ def test_a_run_whose_data_changed_is_resumed_only_if_the_user_accepts_that(commi
     refused = committed.worldsize("resume", str(run), "steps=9", cwd=committed.elsewhere)
     assert refused.returncode == 2
     assert "data file 'numbers' is not the one" in refused.stderr
+    assert "or accept it with --ignore data; nothing was started" in refused.stderr
     done = committed.worldsize("resume", str(run), "steps=9", "--ignore", "data", cwd=committed.elsewhere)
     assert done.returncode == 0, done.stderr
 

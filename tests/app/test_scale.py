@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, final
 
 import pytest
 
+from worldsize.app.scale import planned_points
+from worldsize.config.settings import Settings
+from worldsize.core import ConfigError
 from worldsize.observe.report.page import page
 from worldsize.records.manifest import read_manifest
 
@@ -71,6 +74,31 @@ def test_a_study_with_a_point_that_cannot_run_starts_nothing(
     assert (done.returncode, done.stdout) == (2, "")
     assert "batch_size=96 does not divide over 7 logical ranks." in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@final
+class NoPredictor:
+    """Predicts nothing."""
+
+    def forecast(self, settings: Settings) -> NoReturn:
+        raise ConfigError("nothing is predicted")
+
+
+def test_an_option_of_a_strategy_is_for_those_that_have_it_and_a_size_is_measured_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["scale"])
+    words = ("recipe=digits", "world_sizes=2,1,2", "strategies=ddp,local_sgd", "strategy.inner_steps=10")
+    points = planned_points(words, "strong", NoPredictor())  # type: ignore[arg-type]
+    assert [(point.strategy, point.world_size) for point in points] == [
+        *(("ddp", size) for size in (1, 2)),
+        *(("local_sgd", size) for size in (1, 2)),
+    ]
+    assert [point.settings.config["strategy"].get("inner_steps") for point in points] == [None, None, 10, 10]
+    with pytest.raises(
+        ConfigError, match=r"no key 'strategy\.inner_stepz' of ddp, local_sgd; did you mean 'inner_steps'"
+    ):
+        planned_points([*words[:3], "strategy.inner_stepz=10"], "strong", NoPredictor())  # type: ignore[arg-type]
 
 
 def test_what_was_measured_before_a_point_failed_is_kept(

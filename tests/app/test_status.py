@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.observe.run_folders import write_run
+from worldsize.app import status
 from worldsize.core import BatchLauncher, Plan
 from worldsize.driver.scheduled import Scheduler, state_of
 from worldsize.errors import WorldsizeError
@@ -65,3 +68,13 @@ def test_a_report_that_could_not_be_written_is_refused_before_any_host_is_examin
     assert (done.returncode, done.stdout) == (2, "")
     assert "cannot be written: its folder is missing or read-only" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_of_spare_nodes_are_shown_beside_those_that_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {"name": "ssh", "nodes": 2, "processes": 4, "processes_per_node": 2, "backend": "gloo", "links": {}}
+    run = write_run(tmp_path / "run", steps=1, cluster={**shape, "spare_nodes": 3})
+    monkeypatch.setattr(sys, "argv", ["worldsize status", str(run)])
+    status.main()
+    assert "  4 + 6  " in capsys.readouterr().out

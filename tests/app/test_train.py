@@ -188,7 +188,13 @@ REFUSALS = {
         ["+cluster.device_type=3"],
         "no key 'cluster.device_type'; did you mean 'device'?",
     ),
-    "wrong type": (["steps=many"], "steps: value 'many' of type 'str' could not be converted to Integer."),
+    "key of other clusters": (
+        ["cluster.partition=gpu"],
+        "only cluster=slurm has the key cluster.partition. Choose it, e.g. +cluster=slurm, or leave the key out.",
+    ),
+    "wrong type": (["steps=many"], "steps='many' is of the wrong type: it takes a whole number."),
+    "no number": (["clip_norm=much"], "clip_norm='much' is of the wrong type: it takes a number."),
+    "neither true nor false": (["compile=maybe"], "compile='maybe' is of the wrong type: it takes true or false."),
     "wrong type in a strategy": (
         ["strategy.bucket_mb=big"],
         "strategy.bucket_mb='big' is of the wrong type: it takes float.",
@@ -199,6 +205,10 @@ REFUSALS = {
     "sums by node": (
         ["strategy=zero", "strategy.reduce=hierarchical"],
         "strategy.reduce='hierarchical' is no way in which ZeRO sums. Known: flat, ordered.",
+    ),
+    "sums that the level wants": (
+        ["strategy=easgd", "cluster.processes=3", "reproducibility=elastic"],
+        "Known: flat. reproducibility=elastic asks for it. Set another level, or strategy=ddp, say.",
     ),
     "single on two": (["strategy=single"], "strategy=single runs on one process; the cluster has 2."),
     "a mesh whose recipe does not say how layers divide": (

@@ -89,8 +89,25 @@ class Slurm:
         return []
 
     def state(self, job: str) -> str:
-        words = self.ask("scontrol", "show", "job", "--oneliner", job).split()
+        try:
+            words = self.ask("scontrol", "show", "job", "--oneliner", job).split()
+        except subprocess.CalledProcessError:  # the controller is busy
+            words = self.ask("scontrol", "show", "job", "--oneliner", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)["JobState"]
+
+    def kill(self, node: str) -> None:
+        """Kill everything on a node, as if its power were cut: its daemon, job scripts, steps and their processes."""
+        os.kill(int((self.folder / "run" / f"slurmd.{node}.pid").read_text()), signal.SIGKILL)
+        own = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_CONF={self.folder}/slurm.conf".encode()}
+        there = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if own <= _variables(path)]
+        daemons = {parent for parent in map(_parent, there) if parent and _name(parent).startswith("slurmstepd")}
+        for pid in (*daemons, *there):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+    def start(self, node: str) -> None:
+        """Start the daemon of a node."""
+        _run(self, "slurmd", "-N", node, "-f", f"{self.folder}/slurm.conf")
 
     def wait_for(self, job: str, *states: str, seconds: float = 180) -> str:
         deadline = time.monotonic() + seconds
@@ -98,6 +115,24 @@ class Slurm:
             assert time.monotonic() < deadline, f"job {job} is {state}, not {' or '.join(states)}"
             time.sleep(0.1)
         return state
+
+
+def _variables(environ: Path) -> set[bytes]:
+    with suppress(OSError):
+        return {*environ.read_bytes().split(b"\0")}
+    return set()
+
+
+def _parent(pid: int) -> int | None:
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+def _name(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text()
+    return ""
 
 
 @contextmanager
@@ -131,7 +166,7 @@ def _start(slurm: Slurm, nodes: int) -> None:
     _run(slurm, "slurmctld", "-c", "-f", f"{slurm.folder}/slurm.conf")
     for node in range(1, nodes + 1):
         (slurm.folder / f"spool.127.0.0.{node}").mkdir()
-        _run(slurm, "slurmd", "-N", f"127.0.0.{node}", "-f", f"{slurm.folder}/slurm.conf")
+        slurm.start(f"127.0.0.{node}")
     deadline = time.monotonic() + 60
     while slurm.nodes() != ["idle"] * nodes:
         assert time.monotonic() < deadline, (log / "slurmctld.log").read_text()[-2000:]

@@ -117,6 +117,86 @@ def test_the_others_go_on_without_a_host_whose_link_is_cut(
     assert digest == undisturbed("steps=120")
 
 
+def test_spare_hosts_take_the_places_of_lost_ones_in_the_same_change(
+    four: Hosts,
+    launch: Any,
+    undisturbed: Callable[..., str],
+    change_workers: Callable[..., str],
+    begun: Any,
+    tmp_path: Path,
+) -> None:
+    """Each host that trains holds half of the model, and what a lost one held comes from the other's memory."""
+    sharded = ("strategy=fsdp", "checkpoint.at_end=false", "cluster.spare_nodes=2")
+    faults = f"faults=[{{action: kill, rank: 2, step: 50}}, {SLOW}]"
+    process = launch("steps=70", "launcher.node_timeout=6", *sharded, faults)
+    folder = begun(tmp_path / "project", after=8)
+    assert change_workers(folder, "list").count("waits") == 2
+    four.link(2, "down")
+    try:
+        digest, output, memberships = ended(process, tmp_path)
+    finally:
+        four.link(2, "up")
+    assert memberships == [[0, 1], [0, 2], [0, 3]], output
+    assert json.loads((folder / "run_manifest.json").read_text())["cluster"]["spare_nodes"] == 2
+    events = [*map(json.loads, (folder / "events.jsonl").read_text().splitlines())]
+    assert [event["joined"] for event in events if event["event"] == "membership"] == [[2], [3]]
+    assert not list((folder / "checkpoints").glob("*"))
+    assert digest == undisturbed("steps=70")
+
+
+@pytest.mark.slow
+def test_another_host_leads_from_the_newest_checkpoint_when_the_first_is_lost(
+    four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
+) -> None:
+    """The lost host still reaches the run folder, and must have ended before another one writes there."""
+    hosts = ("cluster.hosts=[h2,h3,h4]", "cluster.spare_nodes=1", "launcher.node_timeout=6", "launcher.max_restarts=1")
+    process = launch("steps=90", "checkpoint.every=10", *hosts, f"faults=[{SLOW}]")
+    folder = begun(tmp_path / "project", after=25)
+    four.link(2, "down")
+    try:
+        while len(attempts := json.loads((folder / "run_manifest.json").read_text())["attempts"]) < 2:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        assert not four.processes("worldsize agent", 2)
+        assert (attempts[0]["exit_reason"], attempts[0]["lost_host"]) == ("killed", "h2")
+        assert attempts[1]["hosts"] == ["h3", "h4"]
+    finally:
+        four.link(2, "up")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "starting again without h2, on h3, h4 (1 of 1)" in output
+    last = json.loads((folder / "run_manifest.json").read_text())["attempts"][-1]
+    assert last["steps"][0] >= 20
+    assert [each["hosts"] for each in last["memberships"]] == [["h3", "h4"]]
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if line["event"] == "step"] == [*range(1, 91)]
+    assert json.loads((folder / "result.json").read_text())["state_digest"] == undisturbed("steps=90")
+
+
+@pytest.mark.slow
+def test_the_hosts_that_are_left_go_on_without_the_first_until_it_comes_back(
+    four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
+) -> None:
+    hosts = ("cluster.hosts=[h2,h3]", "launcher.node_timeout=6", "launcher.max_restarts=1")
+    process = launch("steps=400", "checkpoint.every=10", *hosts, f"faults=[{SLOW}]")
+    folder = begun(tmp_path / "project", after=15)
+    four.link(2, "down")
+    try:
+        while len(json.loads((folder / "run_manifest.json").read_text())["attempts"]) < 2:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        begun(folder, after=15)
+    finally:
+        four.link(2, "up")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "the host h2 (node 1) has come back" in output
+    first, second = json.loads((folder / "run_manifest.json").read_text())["attempts"][-1]["memberships"]
+    assert (first["hosts"], second["hosts"]) == (["h3"], ["h3", "h2"])
+    assert "the host h2 (node 1) has not answered" in first["lost"]["1"]
+    assert json.loads((folder / "result.json").read_text())["state_digest"] == undisturbed("steps=400")
+
+
 def test_a_host_whose_link_comes_back_takes_part_again(
     four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
 ) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from tests.clusters.slurm import Slurm
+from worldsize.core import Cluster, Plan, Role
+from worldsize.launch import slurm as launcher
 
 DIGITS = ("recipe=digits", "reproducibility=elastic", "cluster.threads=1", "checkpoint.every=10")
 ON_SLURM = ("+cluster=slurm", "cluster.nodes=2", "cluster.processes_per_node=2")
@@ -67,6 +69,19 @@ def test_two_nodes_train_to_the_bits_of_the_laptop(submit: Any, laptop: Any) -> 
     assert (attempt["job"]["scheduler"], attempt["job"]["id"]) == ("slurm", job_of(run.folder))
     assert len(attempt["hosts"]) == 2
     assert (run.folder / "agents.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_job_logs_into_a_run_folder_whatever_characters_its_path_has(slurm: Slurm, tmp_path: Path) -> None:
+    folder = tmp_path / "50%j of it" / 'my "best" runs #1'
+    (folder / "logs").mkdir(parents=True)
+    plan = Plan(folder, Cluster("slurm", 1, 1, "cpu", "gloo"), {"worker": Role(1)}, {})
+    script = tmp_path / "job.sh"
+    options = launcher.Slurm(options={"comment": "two words"}).describe(plan).partition("\ncd ")[0]
+    script.write_text(f"{options}\necho hello\n")
+    job = slurm.ask("sbatch", "--parsable", str(script)).strip()
+    slurm.wait_for(job, "COMPLETED")
+    assert (folder / "logs" / f"slurm_{job}.log").read_text() == "hello\n"
+    assert "Comment=two words" in slurm.ask("scontrol", "show", "job", job)
 
 
 def test_a_run_is_saved_before_the_time_limit_and_queued_again_by_itself(

@@ -26,6 +26,16 @@ def test_a_nested_target_is_built() -> None:
     assert built == Cluster("two", 1, 2, "cpu", "gloo", links={"node": Link(1e9, 1e-5)})
 
 
+def test_a_misspelt_class_is_told_with_those_of_its_module_and_not_with_what_that_imports() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'DDP'") as refused:
+        make({"_target_": "worldsize.strategies.ddp.DPD"})
+    known = str(refused.value).partition("Known: ")[2].rstrip(".").split(", ")
+    assert "DDP" in known
+    assert not {"Mapping", "annotations", "torch", "Strategy"} & {*known}
+    with pytest.raises(ConfigError, match="did you mean 'Linear'"):  # a package has the classes of its modules
+        make({"_target_": "torch.nn.Lineer"})
+
+
 @pytest.mark.parametrize(
     "target", ["os.system", "builtins.eval", "subprocess.run", "torchx.nn.Linear", "worldsizes.x", 3]
 )

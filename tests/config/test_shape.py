@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from worldsize.config.shape import check_gpus, with_processes
+from worldsize.config.shape import check_gpus, check_heals, nodes_of, with_processes
+from worldsize.core import Cluster, Role
 from worldsize.errors import ConfigError
+from worldsize.launch.local import Local
+from worldsize.launch.ssh import Ssh
 
 BASE: dict[str, Any] = {"nodes": 1, "device": "cpu", "processes": None, "processes_per_node": None}
 
@@ -33,8 +36,12 @@ def test_processes_follow_from_what_is_given(given: dict[str, Any], gpus: int, p
     [
         ({"processes": 0}, 0, "cluster.processes=0: a run needs at least 1 process"),
         ({"nodes": 0}, 0, "cluster.nodes=0 must be 1 or more"),
-        ({"nodes": 2, "processes": 3}, 0, "3 processes do not divide over 2 nodes"),
-        ({"nodes": 2, "processes": 4, "processes_per_node": 4}, 0, "cluster.processes=4 contradicts"),
+        ({"nodes": 2, "processes": 3}, 0, "3 processes do not divide over 2 nodes. Set cluster.processes=4."),
+        (
+            {"nodes": 2, "processes": 4, "processes_per_node": 4},
+            0,
+            "cluster.processes=4 contradicts .* Set cluster.processes=null, which is 8 then, or leave",
+        ),
         ({"device": "cuda"}, 0, "no GPU that torch can use"),
         ({"device": None}, 0, "cluster.device=null is decided by cluster.gpus_per_node or cluster.accelerators"),
         ({"device": "xpu"}, 0, "cluster.device=xpu, but this machine has no xpu device that torch can use"),
@@ -50,3 +57,21 @@ def test_more_processes_than_gpus_is_an_error_that_says_how_many_there_are() -> 
         ConfigError, match="8 processes need a GPU each, but this machine has 2. Set cluster.processes=2"
     ):
         check_gpus(8, gpus=2)
+
+
+def test_the_last_hosts_wait_and_one_at_least_trains() -> None:
+    assert nodes_of(["a", "b", "c"], spare=2) == 1
+    with pytest.raises(
+        ConfigError, match="spare_nodes=3 of the 3 in cluster.hosts leaves none to train. Set at most 2"
+    ):
+        nodes_of(["a", "b", "c"], spare=3)
+
+
+def test_spare_nodes_need_a_gang_that_heals_and_a_launcher_that_tells_nodes_of_each_other() -> None:
+    cluster = Cluster("ssh", nodes=2, processes=4, device="cpu", backend="gloo", spares=1, spare_nodes=2)
+    assert (cluster.all_nodes, cluster.waiting) == (4, 5)
+    check_heals({"worker": Role(4, restart="heal")}, cluster, Ssh(hosts=["a", "b", "c", "d"]))
+    with pytest.raises(ConfigError, match="spare_nodes=1: nobody waits for them. Set strategy.on_failure=heal"):
+        check_heals({"worker": Role(1)}, Cluster("ssh", 1, 1, "cpu", "gloo", spare_nodes=1), Ssh(hosts=["a", "b"]))
+    with pytest.raises(ConfigError, match="spare_nodes=1: Local does not tell .* Choose cluster=ssh or slurm"):
+        check_heals({"worker": Role(1, restart="heal")}, Cluster("laptop", 1, 1, "cpu", "gloo", spare_nodes=1), Local())

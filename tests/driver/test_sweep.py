@@ -27,6 +27,7 @@ from worldsize.config.compose import is_side_by_side, wants_sweep
 from worldsize.config.objective import ObjectiveCheck, SweepEnded, Trial, value_of
 from worldsize.driver.sweep import call_sweep
 from worldsize.errors import ConfigError
+from worldsize.records.redaction import REDACTED
 
 RECIPE = '''
 import torch
@@ -189,6 +190,17 @@ def test_a_run_that_is_asked_to_end_ends_its_sweep(
     assert called(task, *words, "lr=choice(1,2,3,4)") == code
     assert len(seen) == 2
     assert "Error executing job" not in capfd.readouterr().err
+
+
+def test_each_run_of_a_sweep_is_told_by_what_the_sweep_varies(
+    called: Callable[..., int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "worldsize")
+    assert called(lambda cfg: Trial(0), "-m", "+strategy=ddp", "steps=3", "seed=1,2", "+logger.token=a,b") == 0
+    assert [message for message in caplog.messages if message.startswith("run ")] == [
+        f"run {number} of the sweep: seed={seed} +logger.token={REDACTED}"
+        for number, seed in enumerate((1, 1, 2, 2), start=1)
+    ]
 
 
 def test_a_search_whose_runs_all_fail_ends_with_the_largest_code(

@@ -17,8 +17,8 @@ from worldsize.launch import autoscale
 from worldsize.launch.autoscale_policies import FileAutoscaler, ScheduleAutoscaler
 from worldsize.testing.importing import import_plugins
 
-CLUSTER = Cluster("laptop", nodes=1, processes=4, device="cpu", backend="gloo", min_processes=2)
-HEAL = {"worker": Role(4, restart="heal")}
+CLUSTER = Cluster("laptop", nodes=1, processes=4, device="cpu", backend="gloo")
+HEAL = {"worker": Role(4, restart="heal", min_processes=2)}
 BLOCKS = {"worker": Role(4, restart="heal", block=2)}
 
 
@@ -62,9 +62,20 @@ def test_a_schedule_says_how_many_from_when_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "stages",
-    [[{"after": 2, "processes": 1}, {"after": 1, "processes": 1}], [{"after": 1}], [{"after": 1, "processes": 1.5}]],
+    [
+        [{"after": 2, "processes": 1}, {"after": 1, "processes": 1}],
+        [{"after": 1}],
+        [{"after": 1, "processes": 1.5}],
+        [{"after": "1 h", "processes": 4}],
+        [{"after": 1, "processes": "four"}],
+        [{"after": -1, "processes": 4}],
+        [{"after": 1, "processes": 0}],
+        [{"after": float("inf"), "processes": 4}],
+        [4],
+    ],
+    ids=str,
 )
-def test_a_schedule_that_makes_no_sense_is_refused(stages: list[dict[str, float]]) -> None:
+def test_a_schedule_that_makes_no_sense_is_refused(stages: Any) -> None:
     with pytest.raises(ConfigError, match=r"autoscale\.stages"):
         ScheduleAutoscaler(stages=stages)
 
@@ -105,7 +116,7 @@ def test_what_a_policy_wants_is_rounded_down_to_whole_blocks(
     tmp_path: Path, asked: list[dict[str, Any]], wanted: int, requested: int
 ) -> None:
     policy = Calls(body=lambda state: wanted)
-    roles = {"worker": Role(4, restart="heal", block=4)}
+    roles = {"worker": Role(4, restart="heal", min_processes=3, block=4)}
     assert autoscale.ask(policy, Plan(tmp_path, CLUSTER, roles, {}, logical_ranks=8, autoscaler=policy), 0.0) == ""
     assert [each["processes"] for each in asked] == [requested]
 

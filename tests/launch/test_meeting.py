@@ -60,6 +60,15 @@ def leads(key: RunKey, port: int, *, count: int = 2, patience: float = 5.0) -> l
     return gather(Node(0, count, HERE), port, key, patience=patience, silence=5.0)
 
 
+def test_hosts_that_are_known_to_be_absent_are_not_waited_for(key: RunKey, port: int, pool: ThreadPoolExecutor) -> None:
+    assert gather(Node(0, 2, HERE, ("gone",)), port, key, patience=60, silence=5.0) == []
+    came = pool.submit(follows, key, port, rank=1)
+    others = gather(Node(0, 4, HERE, ("gone", "lost")), port, key, patience=60, silence=5.0)
+    assert [agent.rank for agent, _ in others] == [1]
+    came.result().close()
+    others[0][0].connection.close()
+
+
 def follows(key: RunKey, port: int, *, rank: int = 1, patience: float = 5.0) -> AgentConnection:
     facts = {"node": rank, "host": f"host-{rank}"}
     return reach(Node(rank, 9, HERE), port, key, patience=patience, silence=5.0, facts=facts)

@@ -52,11 +52,8 @@ def test_the_launcher_that_the_documentation_shows_trains(documented: Path, trai
         (("launcher.nicenes=5",), "no key 'launcher.nicenes'; did you mean 'niceness'?"),
         (("+launcher.nicenes=5",), "no key 'launcher.nicenes'; did you mean 'niceness'?"),
         (("cluster.core=[0]",), "no key 'cluster.core'; did you mean 'cores'?"),
-        (("launcher.niceness=low",), "launcher.niceness: value 'low' of type 'str' could not be converted to Integer."),
-        (
-            ("cluster.cores=[first]",),
-            "cluster.cores[0]: value 'first' of type 'str' could not be converted to Integer.",
-        ),
+        (("launcher.niceness=low",), "launcher.niceness='low' is of the wrong type: it takes a whole number."),
+        (("cluster.cores=[first]",), "cluster.cores[0]='first' is of the wrong type: it takes a whole number."),
         (("launcher=local",), "launcher=local: a cluster brings its launcher along. Choose it with cluster=NAME."),
     ],
 )

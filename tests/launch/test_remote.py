@@ -170,6 +170,26 @@ def test_processes_of_the_first_host_are_started_there(pair: Pair) -> None:
     assert pair.hosts.node_of(3) == 1
 
 
+def test_processes_of_spare_nodes_follow_those_of_the_plan(pair: Pair, tmp_path: Path) -> None:
+    cluster = Cluster("ssh", nodes=2, processes=4, device="cpu", backend="gloo", spare_nodes=1)
+    plan = Plan(tmp_path, cluster, {"worker": Role(4, restart="heal")}, {})
+    ends = [connected(), connected()]
+    agents = [RemoteAgent(node, f"h{node + 1}", ends[node - 1][0]) for node in (1, 2)]
+    hosts = RemoteHosts(agents, plan, 1, tmp_path, SILENCE, None)
+    assert [hosts.node_of(number) for number in range(9)] == [0, 0, 1, 1, 2, 2, 0, 1, 0]
+    rendezvous = Rendezvous(tmp_path, 2, "", {})
+    assert [rendezvous.placement(plan, number).local_rank for number in range(9)] == [0, 1, 0, 1, 0, 1, 2, 2, 3]
+    hosts.listen()
+    ends[0][1].close()  # node 1 is lost
+    while hosts.node_of(7) == 1:
+        time.sleep(0.01)
+    assert [hosts.node_of(number) for number in (6, 7)] == [0, 2]
+    ends[1][1].close()
+    while hosts.node_of(7) == 2:
+        time.sleep(0.01)
+    ends[1][0].close()
+
+
 def test_a_lost_host_is_the_end_of_all_its_processes_and_of_none_by_its_own_error(pair: Pair) -> None:
     member = started(pair)
     assert member.pipe is not None
@@ -187,3 +207,19 @@ def test_a_lost_host_is_the_end_of_all_its_processes_and_of_none_by_its_own_erro
     while pair.left != [False]:  # the agent has ended its processes
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_first_host_that_leads_no_more_ends_instead_of_going_on_without_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = Mailbox[tuple[int, int]]()
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.put((pid, number)))
+    first, other = connected()
+    cluster = Cluster("slurm", nodes=2, processes=2, device="cpu", backend="gloo")
+    plan = Plan(tmp_path, cluster, {"worker": Role(2, restart="heal")}, {})
+    hosts = RemoteHosts([RemoteAgent(1, "h2", first)], plan, 1, tmp_path, SILENCE, None, lambda: False)
+    hosts.listen()
+    other.close()
+    assert killed.get() == (os.getpid(), signal.SIGKILL)
+    hosts.dismiss()
+    first.close()

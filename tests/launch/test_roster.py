@@ -122,6 +122,17 @@ def test_a_spare_waits_and_takes_the_place_of_the_next_that_dies(four: Processes
     assert four.membership == Membership(2, (0, 2, 3, 4), (7, 7, 7, NEWCOMER), {1: "gone"})
 
 
+def test_of_several_spares_neighbours_come_first(four: Processes) -> None:
+    for rank in (6, 4, 7, 5):
+        four.stop(rank)
+    four.settle()
+    four.roster.lose(2, "its host is lost")
+    four.roster.lose(3, "its host is lost")
+    for rank in (0, 1):
+        four.stop(rank, 7)
+    assert four.membership.members == (0, 1, 4, 5)
+
+
 def test_a_newcomer_waits_until_all_have_settled_and_comes_last(four: Processes) -> None:
     four.roster.target = 5
     four.stop(4)

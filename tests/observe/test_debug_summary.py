@@ -137,10 +137,10 @@ def test_the_summary_of_a_run_is_shown_again(
     transport = {"backend": "gloo", "transports": ["socket"], "interface": "lo"}
     run = write_run(tmp_path / "run", attempts=[attempt(1, steps=[0, 3], transport=transport)], steps=3)
     monkeypatch.setattr(sys, "argv", ["logs", str(run), "--debug"])
-    with pytest.raises(SystemExit) as ended:
-        logs.main()
-    assert not ended.value.code
-    assert capsys.readouterr().out.splitlines()[1:] == ["  gloo by lo", "  no warnings"]
+    logs.main()
+    said = capsys.readouterr()
+    assert said.out.splitlines()[1:] == ["  gloo by lo", "  no warnings"]
+    assert "the run had cluster.debug=false, so little was logged" in said.err
 
 
 @pytest.mark.parametrize("text", ["", "no line of NCCL", "x" * 3_000_000, "gpu1:1:1 [0] NCCL WARN \n" * 40])
@@ -151,3 +151,19 @@ def test_a_log_that_says_little_or_much_makes_a_short_summary(tmp_path: Path, te
     said = debug_summary(run)
     assert len(said) < 1000
     assert ("warned by a process on gpu1 (40)" in said) == ("WARN" in text)
+
+
+def test_output_of_a_rank_that_the_run_does_not_have_is_no_empty_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(write_run(tmp_path / "run", attempts=[attempt(1, steps=[0, 3])], steps=3))
+    for rank in (0, 1):
+        run.log("worker", rank).parent.mkdir(exist_ok=True)
+        run.log("worker", rank).write_text(f"hello from {rank}\n")
+    monkeypatch.setattr(sys, "argv", ["logs", str(run.path), "--rank", "1", "--rank", "9"])
+    with pytest.raises(SystemExit) as ended:
+        logs.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == "[worker 1] hello from 1\n"
+    assert said.err == f"no process of {run.path} has rank 9. There is output of ranks 0-1.\n"

@@ -281,7 +281,7 @@ def test_an_alert_is_raised_once_until_the_figure_has_come_back() -> None:
     alerts = HealthAlerts(LIMITS, node=2)
     assert told(alerts) == []
     (alert,) = alerts.judge(row(memory=0.96))
-    assert alert == NodeAlert(2, "n1", "memory", 0.96, 0.95, detail="most of all ranks holds rank 5, 2.00 GB")
+    assert alert == NodeAlert(2, "n1", "memory", 0.96, 0.95, detail="of its ranks, 5 holds most: 2.00 GB")
     assert told(alerts, memory=0.99) == []
     assert told(alerts, memory=0.94) == []  # not yet back
     assert told(alerts, memory=0.96) == []

@@ -18,7 +18,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.messages import refuse, show_messages
 from worldsize.observe.comparison import comparison_table
 from worldsize.observe.progress import Progress
-from worldsize.observe.summary import summary_table
+from worldsize.observe.summary import show_summary
 from worldsize.observe.watch import Watched, screen
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import look
@@ -58,9 +58,11 @@ def test_a_comparison_shows_the_name_of_a_metric(tmp_path: Path, name: str) -> N
 def test_the_summary_of_a_run_shows_metrics_remarks_and_folder(tmp_path: Path, name: str) -> None:
     figures = {"steps": 1, "samples": 1, "seconds": 1.0, "samples_per_second": 1.0, "state_digest": "ab"}
     result = {"metrics": {name: 0.5}, "remarks": [f"see {name}"], **figures}
-    text = rendered(summary_table(result, Path(f"/runs/{name}")))
-    shown = SHOWN.get(name, name)
-    assert all(part in text for part in (f"test {shown}", f"see {shown}", f"/runs/{shown}"))
+    out = io.StringIO()
+    show_summary(Console(file=out, width=40), result, Path(f"/runs of mine/{'x' * 40}/{name}"))
+    text, shown = out.getvalue(), SHOWN.get(name, name)
+    assert all(part in text for part in (f"test {shown}", f"see {shown}"))
+    assert text.splitlines()[-1].split(maxsplit=1)[1] == f"/runs of mine/{'x' * 40}/{shown}"
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

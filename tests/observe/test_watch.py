@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,7 +15,7 @@ from tests.observe.run_folders import attempt, write_run
 from worldsize.app.watch import watch
 from worldsize.core import Outcome
 from worldsize.driver.scheduled import Scheduler, is_alive
-from worldsize.observe.progress import Tail
+from worldsize.observe.progress import Tail, remaining
 from worldsize.observe.watch import RankTimes, Watched, screen
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, look, opened
@@ -140,3 +141,11 @@ def test_a_file_that_was_replaced_is_read_from_its_beginning(tmp_path: Path) -> 
     (tmp_path / "new").write_text("three\nfour\nfive\n")
     (tmp_path / "new").replace(tmp_path / "file")
     assert list(tail.read()) == [b"three\n", b"four\n", b"five\n"]
+
+
+@pytest.mark.parametrize(
+    ("speed", "said"), [(10.0, "20 s"), (0.5, "6 min 40 s"), (0.01, "5 h 33 min"), (0.0, "unknown")]
+)
+def test_the_time_that_is_left_is_told_as_people_do(speed: float, said: str) -> None:
+    row: Any = {"step": 50, "samples": 100, "samples_per_second": speed}  # two a step
+    assert remaining(row, 150) == f"ETA {said}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,24 @@ def test_compute_measured_under_the_strategy_replaces_that_of_the_workload() -> 
     cost = Cost(0.0, 0.0, 0.0, 1.0, idle=0.2, exposed_seconds=0.3, added_seconds=0.1)
     assert forecast(cost, WORK).step_seconds == pytest.approx((0.4 + 0.1) / 0.8 + 0.3)
     assert forecast(cost, WORK, 0.6).step_seconds == pytest.approx(0.6 / 0.8 + 0.3)
+
+
+@pytest.mark.parametrize("idle", [0.0, 0.1])
+def test_the_compute_for_an_efficiency_counts_all_that_is_lost(idle: float) -> None:
+    """A step that is less efficient than wanted needs more, also if its strategy computes much besides the model."""
+    cost = Cost(0.0, 0.0, 0.0, 1.0, idle=idle, exposed_seconds=0.1, added_seconds=0.4)
+    for measured in (None, 1.4):  # added by the strategy's own account, or as it was measured
+        found = forecast(cost, Workload(0.0, 0.0, compute_seconds=1.0), measured)
+        assert found.added_seconds == pytest.approx(0.4)
+        needed = found.compute_seconds_for(0.8)
+        assert needed > found.compute_seconds
+        assert forecast(cost, Workload(0.0, 0.0, compute_seconds=needed)).efficiency == pytest.approx(0.8)
+
+
+def test_no_computation_makes_up_for_a_rank_that_is_idle_for_longer() -> None:
+    found = forecast(Cost(0.0, 0.0, 0.0, 1.0, idle=0.25), Workload(0.0, 0.0, compute_seconds=1.0))
+    assert found.compute_seconds_for(0.8) == math.inf
+    assert "a rank is idle for 25% of it, whatever it computes" in best_text({"mesh": found}, {})
 
 
 def test_ranks_of_a_node_share_its_link_to_the_servers() -> None:

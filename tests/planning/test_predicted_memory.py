@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from tests.planning.rehearsal.composed import isolated
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, Cost, Recipe
+from worldsize.planning import advice
 from worldsize.planning.advice import detected_memory_bytes, formula_text, unfit
 from worldsize.planning.forecast import Forecast
 from worldsize.planning.predictor import Given, Predictor
@@ -88,6 +89,16 @@ def test_memory_of_a_process_is_never_less_than_nothing(monkeypatch: pytest.Monk
         "4 processes do not fit beside Python and torch on this machine. Set cluster.processes lower, or "
         "cluster.device_memory."
     )
+
+
+def test_memory_of_a_container_or_a_job_counts_where_it_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for limit in (8 << 30, 4 << 30):
+        monkeypatch.setattr(advice, "within", lambda node, limit=limit: replace(node, total=limit))
+        found.append(detected_memory_bytes(Cluster("test", 1, 2, "cpu", "gloo")))
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0] - found[1] == pytest.approx(2 << 30, rel=0.01)  # a half of the difference for each process
 
 
 def test_what_a_process_has_loaded_before_it_asks_is_not_free() -> None:

@@ -15,7 +15,7 @@ from worldsize.records.attempt import Attempt
 from worldsize.records.goodput import goodput
 from worldsize.records.manifest import write_manifest
 from worldsize.reproducibility.compare import compare_runs, tensor_ulps, ulps
-from worldsize.reproducibility.level import changes, changes_but, resume_downgrades
+from worldsize.reproducibility.level import changes, changes_but, resume_downgrades, without_copies
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,11 @@ def test_changes_of_configuration_are_named_and_accepted_by_key() -> None:
     assert [key for key, _, _ in differences] == ["lr", "optimizer.betas", "optimizer.lr"]
     assert [key for key, _, _ in changes_but(differences, ["lr"])] == ["optimizer.betas"]
     assert changes_but(differences, ["lr", "optimizer"]) == []
+    assert without_copies(differences) == [("lr", 0.1, 0.2), ("optimizer.betas", [0.9], [0.8])]
+    apart = changes({"lr": 0.1, "optimizer": {"lr": 0.1}}, {"lr": 0.2, "optimizer": {"lr": 0.3}})
+    assert without_copies(apart) == apart  # the second was set to a value of its own
+    groups = changes({"a": {"lr": 0.1}, "b": {"lr": 0.1}}, {"a": {"lr": 0.2}, "b": {"lr": 0.2}})
+    assert without_copies(groups) == groups  # neither is a copy of the other
 
 
 def attempt(number: int, *, start_at: float, first_step_at: float, end_at: float, steps: list[int]) -> Attempt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from worldsize.app.image import image
 from worldsize.core import ContainerImage
 from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.container import Container, engine_of, engines_for, passed_on, recorded_image
@@ -190,3 +192,19 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     assert engines_for(ContainerImage("trainer.sif", DIGEST)) == ("apptainer",)
     with pytest.raises(WorldsizeError, match="apptainer cannot make or open this image. Choose podman or docker"):
         engine_of("apptainer", engines_for(None))
+
+
+def test_an_image_has_the_name_of_its_folder_as_engines_take_it(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, tools = tmp_path / "Thesis (final) 2", tmp_path / "tools"
+    for each in (folder, tools):
+        each.mkdir()
+    for name in ("uv.lock", "pyproject.toml"):
+        (project / name).rename(folder / name)
+    (tools / "docker").write_text(f'#!/bin/sh\n[ "$1" = image ] && echo "[{{}}]" || echo "$@" > {tmp_path}/said\n')
+    (tools / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    image(argparse.Namespace(folder=folder, base="python:3.11-slim", extra=[], build="docker", tag=None, option=[]))
+    assert " --tag=thesis-final-2 " in (tmp_path / "said").read_text()
+    assert capfd.readouterr().out.splitlines() == [str(folder / "Dockerfile"), "thesis-final-2"]

@@ -45,6 +45,32 @@ def test_another_order_of_samples_is_another_result() -> None:
     assert downgrades(manifest(order=3), manifest(order=4)) == expected
 
 
+def test_variables_that_change_bits_are_named_and_those_of_a_user_or_a_job_are_none() -> None:
+    then = {
+        "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_ada",
+        "SLURM_JOB_ID": "7",
+        "NCCL_ALGO": "Ring",
+        "NCCL_DEBUG": "",
+    }
+    now = {"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_bob", "SLURM_JOB_ID": "8", "ATEN_CPU_CAPABILITY": "default"}
+    assert downgrades(manifest(environment=then), manifest(environment=now)) == [
+        Downgrade("tolerance", "ATEN_CPU_CAPABILITY: unset then, default now"),
+        Downgrade("tolerance", "NCCL_ALGO: Ring then, unset now"),
+    ]
+
+
+def test_another_clone_of_worldsize_is_named_by_its_commit() -> None:
+    def trained_with(framework: dict[str, Any] | None) -> dict[str, Any]:
+        one = manifest()
+        return {**one, "code": {**one["code"], "framework": framework}}
+
+    then, now = {"commit": "c0ffee", "patch_sha256": None}, {"commit": "c0ffee", "patch_sha256": "ab"}
+    (found,) = downgrades(trained_with(then), trained_with(now))
+    assert found.reason == "worldsize itself: commit c0ffee then, commit c0ffee with the changes ab now"
+    (found,) = downgrades(trained_with(None), trained_with(then))
+    assert found.reason == "worldsize itself: no clone of its own then, commit c0ffee now"
+
+
 @pytest.mark.parametrize("balanced", [False, True])
 def test_version_3_of_the_order_is_another_where_batches_are_of_similar_length_alone(balanced: bool) -> None:
     then, now = manifest(order=2), manifest(order=3)

@@ -85,7 +85,14 @@ def test_a_fingerprint_is_the_files_own_sha256(tmp_path: Path) -> None:
     sha256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-4, example "abc"
     assert recorded["files"] == {"x/a": {"size": 3, "sha256": sha256}}
     (tmp_path / "a").write_bytes(b"abd")
-    assert fingerprint({"x/a": tmp_path / "a"})["sha256"] != recorded["sha256"]
+    changed = fingerprint({"x/a": tmp_path / "a"})
+    assert changed["sha256"] != recorded["sha256"]
+    with pytest.raises(
+        WorldsizeError, match=rf"'x/a' is not the one .*{sha256} then, .* Bring that file back; nothing"
+    ):
+        check_data(recorded, changed)
+    with pytest.raises(WorldsizeError, match="now. Accept it; nothing was started"):
+        check_data(recorded, changed, remedy="Accept it")
 
 
 def test_a_path_is_recorded_where_it_was_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

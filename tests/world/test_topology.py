@@ -109,8 +109,26 @@ def test_hosts_of_a_cluster_are_ordered_and_make_its_tiers(tmp_path: Path) -> No
     cluster = with_topology(given)
     assert (cluster["hosts"], cluster["tiers"]) == (["h01", "h02", "me@h05", "h06"], {"rack": 2})
     assert with_topology({**given, "tiers": {"island": 2}})["tiers"] == {"island": 2}
+    waits = with_topology({**given, "hosts": [*given["hosts"], "spare"], "spare_nodes": 1})
+    assert (waits["hosts"], waits["tiers"]) == ([*cluster["hosts"], "spare"], cluster["tiers"])
     with pytest.raises(ConfigError, match=r"cluster\.tiers\.rack=4: .* these 4 hosts have 2 of them each"):
         with_topology({**given, "tiers": {"rack": 4}})
+
+
+def test_tiers_that_have_room_for_all_hosts_are_those_of_the_file_where_one_switch_is_above_them(
+    tmp_path: Path,
+) -> None:
+    text = "".join(
+        f'p{pod}: {{r1: "h[{pod}1-{pod}4]", r2: "h[{pod}5-{pod}8]"}}\n' for pod in (1, 2)
+    )  # names come again
+    tree, tiers = topology(tmp_path, text), {"rack": 4, "pod": 8}
+    tree.check(["h11", "h12"], tiers)
+    tree.check(["h11", "h12", "h15", "h16"], {"rack": 2, "pod": 8})
+    for hosts in (["h11", "h15"], ["h11", "h21"]):  # in two racks, and in two pods that have racks of one name
+        with pytest.raises(ConfigError, match=r"cluster\.tiers\.rack=4"):
+            tree.check(hosts, tiers)
+    with pytest.raises(ConfigError, match=r"cluster\.tiers\.pod=8"):
+        tree.check(["h11", "h12", "h21", "h22"], {"rack": 2, "pod": 8})
 
 
 @pytest.mark.parametrize(

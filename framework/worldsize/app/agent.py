@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import shutil
 import signal
 import threading
@@ -14,8 +15,8 @@ from rich.console import Console
 
 from worldsize.app import exit_process
 from worldsize.driver.agent import agent
-from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.messages import refuse
+from worldsize.errors import ConfigError, FirstHostLostError, WorldsizeError
+from worldsize.messages import FIRST_LOST, refuse
 from worldsize.planning.doctor.findings import REPORT, read_facts
 from worldsize.planning.doctor.report import Report
 from worldsize.records.run_directory import RunDirectory
@@ -47,6 +48,8 @@ def main() -> None:
             _show_report(run)
     except WorldsizeError as error:
         code = refuse(error)
+        if isinstance(error, FirstHostLostError):
+            code = FIRST_LOST
     exit_process(code)
 
 
@@ -60,13 +63,22 @@ def _show_report(run: RunDirectory) -> None:
 
 
 def _tether() -> None:
-    """End this process, and so its workers, when standard input ends: whoever started it is gone."""
+    """End this process, and so its workers, when standard input ends: whoever started it is gone.
+
+    The same happens if nothing comes for as long as the last message said that the next would take: this host is cut
+    off then, and another one may lead the run instead.
+    """
     lines = os.fdopen(os.dup(0), "rb", buffering=0)  # not sys.stdin: a forked child waits for the lock of its reader
     os.environ.update(json.loads(lines.readline() or b"{}"))
 
     def watch() -> None:
-        for line in lines:
-            os.kill(os.getpid(), signal.Signals[json.loads(line)])
+        within: float | None = None
+        while select.select([lines], [], [], within)[0] and (line := lines.readline()):
+            match json.loads(line):
+                case {"within": int() | float() as seconds}:
+                    within = seconds
+                case name:
+                    os.kill(os.getpid(), signal.Signals[name])
         os.kill(os.getpid(), signal.SIGKILL)  # the workers die with it
 
     threading.Thread(target=watch, daemon=True, name="tether").start()

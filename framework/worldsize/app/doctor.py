@@ -73,7 +73,10 @@ def _examine(cfg: DictConfig, options: Examination) -> int:
         raise ConfigError(
             f"{options.report} cannot be written: its folder is missing or read-only. Name another file after --json."
         )
-    settings_of(deepcopy(cfg))  # refuses what is typed wrong, also where an examination has a value of its own
+    cluster = settings_of(deepcopy(cfg)).cluster  # refuses what is typed wrong, also where an examination has its own
+    if cluster.spare_nodes:  # examined like the others
+        cfg.cluster.nodes, cfg.cluster.spare_nodes = cluster.all_nodes, 0
+        cfg.cluster.processes, cfg.cluster.processes_per_node = None, cluster.processes_per_node
     _alter(cfg, options)
     settings = settings_of(cfg)
     report, folder = _report(settings, Path(cfg.run.root))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -44,5 +45,10 @@ def image(options: argparse.Namespace) -> None:
     if "@sha256:" not in options.base:
         print(f"{options.base} may be another image tomorrow: name it by its digest (--base).", file=sys.stderr)
     if engine:
-        made = built(engine, dockerfile, options.tag or folder.name.lower(), options=options.option)
+        made = built(engine, dockerfile, options.tag or image_name(folder.name), options=options.option)
         print(f"{made.name}@{made.digest}" if made.digest else made.name)
+
+
+def image_name(folder: str) -> str:
+    """Return the name of a folder as engines take it for an image: "My project!" is "my-project"."""
+    return re.sub(r"[^a-z0-9]+", "-", folder.lower()).strip("-") or "project"

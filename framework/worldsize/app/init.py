@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -27,7 +28,7 @@ def main() -> None:
         init(folder)
     except ConfigError as error:
         sys.exit(refuse(error))
-    print(f"cd {folder}\nuv run train.py recipe={RECIPE}\nuv run pytest")
+    print(f"cd {shlex.quote(str(folder))}\nuv run train.py recipe={RECIPE}\nuv run pytest")
 
 
 def init(folder: Path) -> list[Path]:

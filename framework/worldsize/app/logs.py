@@ -18,6 +18,7 @@ from worldsize.messages import refuse
 from worldsize.observe.debug_summary import debug_summary
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import look
+from worldsize.spans import named
 
 _POLL = 0.2  # seconds
 
@@ -38,8 +39,8 @@ def main() -> None:
     scheduler = Scheduler(run)
     try:
         if options.debug:
-            attempts = look(run).attempts
-            sys.exit(print(debug_summary(run, attempts[-1] if attempts else None)))
+            print(_debugged(run))
+            return
         if command := _of_launcher(scheduler, follow=options.follow):
             sys.exit(_shown(command))
         for line in lines(scheduler, options.rank, follow=options.follow):
@@ -48,6 +49,14 @@ def main() -> None:
         sys.exit(refuse(error))
     except (KeyboardInterrupt, BrokenPipeError):
         sys.exit(130)
+
+
+def _debugged(run: RunDirectory) -> str:
+    """Return the summary of what NCCL and torch logged, and say first why there is little of it in most runs."""
+    view = look(run)
+    if not view.manifest["config"].get("cluster", {}).get("debug"):
+        print("the run had cluster.debug=false, so little was logged. Set cluster.debug=true.", file=sys.stderr)
+    return debug_summary(run, view.attempts[-1] if view.attempts else None)
 
 
 def _of_launcher(scheduler: Scheduler, *, follow: bool) -> Sequence[str]:
@@ -70,19 +79,24 @@ def lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: bool) -> Ite
     """Yield the lines of all logs of the run with their prefixes; with ``follow`` until the run has ended.
 
     Raises:
-        WorldsizeError: the folder is not a run.
+        WorldsizeError: the folder is not a run, or no process of it has one of the ranks.
     """
     read: dict[Path, int] = {}
+    known: set[int] = set()
     run = scheduler.run
     while True:
         ended = not is_alive(scheduler)
         for path in sorted((run.path / "logs").rglob("*.log"), key=lambda path: path.name):
             prefix, rank = _prefix(path)
+            known |= set() if rank is None else {rank}
             if ranks is None or rank in ranks:
                 yield from (f"{prefix}{line}" for line in _new(path, read, has_ended=ended))
         if ended or not follow:
-            return
+            break
         time.sleep(_POLL)
+    if unknown := sorted({*(ranks or ())} - known):
+        there = f"There is output of {named(sorted(known))}" if known else "No process has written any"
+        raise WorldsizeError(f"no process of {run.path} has rank {unknown[0]}. {there}.")
 
 
 def _prefix(path: Path) -> tuple[str, int | None]:

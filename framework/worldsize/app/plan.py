@@ -21,13 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from worldsize.app import call_composed, exit_process
-from worldsize.checkpoints.format import complete, read
 from worldsize.config.arguments import number
 from worldsize.config.compose import choices, task_overrides
 from worldsize.core import Cluster
 from worldsize.core.limits import Range
 from worldsize.cost.checkpoints import mtbf_seconds
-from worldsize.cost.collectives import compute_seconds_for
 from worldsize.cost.crossings import crossings_text
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
 from worldsize.messages import CONFIG_ERROR, duration, refuse
@@ -45,10 +43,9 @@ from worldsize.planning.advice import (
     unfit,
 )
 from worldsize.planning.curve import Curve, sizes_in
+from worldsize.planning.earlier_runs import earlier_runs, measured_restart, measured_save, newest_like
 from worldsize.planning.rank_table import rank_table
 from worldsize.records.redaction import redacted_arguments
-from worldsize.records.run_directory import runs_below
-from worldsize.records.run_record import RunView, look
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
@@ -258,7 +255,7 @@ def _cost_table(
 ) -> Table:
     """Build the table of forecasts; ``priced`` adds the cost of samples, if the cluster has prices."""
     cluster = settings.cluster
-    price = (cluster.price_per_hour or 0.0) * cluster.nodes if priced else 0.0
+    price = (cluster.price_per_hour or 0.0) * cluster.all_nodes if priced else 0.0
     columns = ["memory a rank", "sent a rank", "leaves a node", "communication", "exposed", "step", "efficiency"]
     columns += [f"compute for {WANTED:.0%}", *(["a million samples"] if price else [])]
     table = Table("strategy", *columns, title=f"{cluster.processes} processes on {cluster.nodes} nodes")
@@ -267,7 +264,7 @@ def _cost_table(
         cost = each.cost
         cells = [size_text(size) for size in (cost.memory_bytes, cost.sent_bytes, cost.across_bytes)]
         cells += [time_text(each) for each in (cost.communication_seconds, each.exposed_seconds, each.step_seconds)]
-        cells += [f"{each.efficiency:.1%}", time_text(compute_seconds_for(WANTED, each.exposed_seconds))]
+        cells += [f"{each.efficiency:.1%}", time_text(each.compute_seconds_for(WANTED))]
         cells += [f"{price_per_million(each, settings.training.batch_size, price):.2f}"] if price else []
         cells[0] += " *" if each.by_formula else ""
         cells[0] += " ✗" if name in unfitting else ""
@@ -279,9 +276,9 @@ def _finish(settings: Settings, work: float, options: argparse.Namespace) -> tup
     """Build the table of when the run will have ended under the best strategy, and say what it assumes."""
     from worldsize.planning.finish import finish
 
-    cluster, run = settings.cluster, _newest_like(settings)
-    save = options.save or _measured_save(run) or _ASSUMED_SAVE
-    restart = options.restart or _measured_restart(run) or _ASSUMED_RESTART
+    cluster, run = settings.cluster, newest_like(settings, _folder(settings))
+    save = options.save or (run and measured_save(run)) or _ASSUMED_SAVE
+    restart = options.restart or (run and measured_restart(run)) or _ASSUMED_RESTART
     offers = {"these nodes": (cluster.price_per_hour, mtbf_seconds(cluster.mtbf_hours, cluster.nodes))}
     if spot := cluster.spot_market:
         offers["spot"] = (spot.price_per_hour, mtbf_seconds(spot.mtbf_hours, cluster.nodes))
@@ -301,7 +298,7 @@ def _finish(settings: Settings, work: float, options: argparse.Namespace) -> tup
 def _prices(seconds: Sequence[float], cluster: Cluster, price_per_hour: float | None) -> tuple[str, str]:
     if price_per_hour is None:
         return "", ""
-    early, usual, late = (each / 3600 * cluster.nodes * price_per_hour for each in seconds)
+    early, usual, late = (each / 3600 * cluster.all_nodes * price_per_hour for each in seconds)
     return f"{usual:,.2f}", f"{early:,.2f} to {late:,.2f}"
 
 
@@ -312,40 +309,13 @@ def _batch_text(settings: Settings) -> str:
 
 def _retuning_text(settings: Settings) -> str | None:
     """Return what to retune if the newest run of this recipe had another global batch; else None."""
-    for run in _runs(settings):
+    for run in earlier_runs(_folder(settings)):
         with suppress(WorldsizeError, KeyError):
             then = int(run.manifest["config"]["batch_size"])
             return retuning_text(then, settings.training.batch_size, settings.training.lr, str(run.directory.path))
     return None
 
 
-def _runs(settings: Settings) -> Iterator[RunView]:
-    """Yield the runs of the recipe, the newest first."""
-    root = settings.run.root / choices()["recipe"]
-    for run in reversed(runs_below(root)):  # by date and time
-        with suppress(WorldsizeError):
-            yield look(run)
-
-
-def _newest_like(settings: Settings) -> RunView | None:
-    """Return the newest complete run of as many steps on as many processes, or None."""
-    for run in _runs(settings):
-        with suppress(WorldsizeError, KeyError):
-            config, cluster = run.manifest["config"], settings.cluster
-            then = config["steps"], config["cluster"]["processes"], config["cluster"]["nodes"]
-            if run.exit_reason == "completed" and then == (settings.training.steps, cluster.processes, cluster.nodes):
-                return run
-    return None
-
-
-def _measured_save(run: RunView | None) -> float | None:
-    """Return the seconds by which a save held up the training of ``run``, if its checkpoints say so."""
-    for path in reversed(complete(run.directory.checkpoints) if run else []):
-        with suppress(WorldsizeError, KeyError):
-            return float(read(path).facts["save_interval"]["save_seconds"])
-    return None
-
-
-def _measured_restart(run: RunView | None) -> float | None:
-    seconds = run.results.get("goodput", {}).get("recover_seconds") if run else None
-    return sum(seconds) / len(seconds) if seconds else None
+def _folder(settings: Settings) -> Path:
+    """Return the folder of the runs of this recipe."""
+    return settings.run.root / choices()["recipe"]

@@ -62,7 +62,8 @@ def prepare(preparation: Preparation, folder: Path, processes: int) -> None:
     try:
         manifest = preparation.write(folder, processes=processes, progress=show)
     finally:
-        bar.stop()
+        if bar.live.is_started:  # it would end a line that it has not begun
+            bar.stop()
     for text in manifest["bad"]:
         print(f"left out: {printable(text)}", file=sys.stderr)
     counts = f"{manifest['tokens']:,} tokens ({manifest['dtype']}) of {manifest['documents']:,} documents"

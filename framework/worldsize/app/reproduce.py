@@ -293,5 +293,6 @@ def _report(options: Options, original: RunDirectory, new: RunDirectory) -> int:
         print(json.dumps(report, indent=2))
     else:
         show(comparison, as_json=False)
-        Console().print(f"reproducibility level: {level.level}: {level.why}", markup=False, highlight=False)
+        text = f"reproducibility level: {level.level}: {level.why}"
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
     return EXIT_CODES[comparison.verdict]

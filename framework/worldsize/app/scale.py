@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from worldsize.app.train import train
 from worldsize.config.arguments import number
 from worldsize.config.compose import choices, compose_and_call
 from worldsize.core.limits import Range
-from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.errors import ConfigError, WorldsizeError, neighbours
 from worldsize.messages import refuse
 from worldsize.planning.advice import time_text
 from worldsize.planning.scaling import (
@@ -144,10 +145,36 @@ def planned_points(overrides: Sequence[str], mode: str, predictor: Predictor) ->
     has_epochs = any(word.startswith("epochs=") and word != "epochs=null" for word in given)
     words = [*(_QUIET if has_epochs else (*_LENGTH, *_QUIET)), *given]
     others = [word for word in words if not word.startswith(("strategy=", "+strategy="))]
-    named = {name: [*others, f"strategy={name}"] for name in lists["strategies"]} or {"": words}
-    sizes, counts = sorted(map(_shape, lists["world_sizes"])), sorted(map(_number, lists["accumulations"]))
+    named = _by_strategy(others, lists["strategies"]) or {"": words}
+    sizes, counts = sorted({*map(_shape, lists["world_sizes"])}), sorted({*map(_number, lists["accumulations"])})
     points = product(named.values(), sizes, counts or [1])
     return [_point([*words, *_cluster(shape)], shape, count, mode, predictor) for words, shape, count in points]
+
+
+def _by_strategy(words: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the words for each strategy; an option below ``strategy`` is for those that have its key.
+
+    Raises:
+        ConfigError: there is no such strategy, or none has the key.
+    """
+    typed = {word: re.split("[.=]", word)[1] for word in words if word.startswith("strategy.")}
+    known = {name: _keys_of(name) for name in names} if typed else {}
+    for key in typed.values():
+        if known and not any(key in keys for keys in known.values()):
+            raise ConfigError(
+                f"no key 'strategy.{key}' of {', '.join(names)}{neighbours(key, set().union(*known.values()))}"
+            )
+    return {
+        name: [*(word for word in words if word not in typed or typed[word] in known[name]), f"strategy={name}"]
+        for name in names
+    }
+
+
+def _keys_of(strategy: str) -> set[str]:
+    """Return the keys of a strategy's options."""
+    keys: set[str] = set()
+    compose_and_call(lambda cfg: keys.update(map(str, cfg.strategy)), [f"strategy={strategy}"])
+    return keys
 
 
 def _cluster(shape: tuple[int, int]) -> list[str]:

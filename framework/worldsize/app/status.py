@@ -10,7 +10,7 @@ from worldsize.driver.scheduled import Scheduler, state_of
 from worldsize.errors import WorldsizeError
 from worldsize.messages import printable, refuse
 from worldsize.records.run_directory import RunDirectory, runs_below
-from worldsize.records.run_record import look
+from worldsize.records.run_record import RunView, look
 
 Row = tuple[str, ...]
 _HEAD: Row = ("state", "started", "processes", "attempts", "job", "run")
@@ -41,7 +41,7 @@ def _row(run: RunDirectory) -> tuple[Row, str | None]:
     try:
         view = look(run)
         last = view.attempts[-1] if view.attempts else {"start": "", "world_size": ""}
-        facts = (last["start"], last["world_size"], len(view.attempts), view.job or "")
+        facts = (last["start"], f"{last['world_size']}{_waiting(view)}", len(view.attempts), view.job or "")
     except WorldsizeError as error:
         return _cells("damaged", "", "", "", "", run.path), str(error)
     try:
@@ -50,6 +50,13 @@ def _row(run: RunDirectory) -> tuple[Row, str | None]:
         return _cells(f"{state} early" if is_early else state, *facts, run.path), None
     except WorldsizeError as error:
         return _cells("unknown", *facts, run.path), str(error)
+
+
+def _waiting(view: RunView) -> str:
+    """Return how many processes of spare nodes wait beside those that train, as " + 4"."""
+    shape = view.manifest["cluster"]
+    count = shape.get("spare_nodes", 0) * shape["processes_per_node"]
+    return f" + {count}" if count else ""
 
 
 def _cells(*values: object) -> Row:

@@ -40,5 +40,6 @@ def main() -> None:
 def _table(processes: list[ListedProcess]) -> Table:
     table = Table("role", "rank", "process", "step")
     for each in processes:
-        table.add_row(Text(printable(str(each["role"]))), str(each["rank"]), str(each["pid"]), str(each["step"] or ""))
+        step = "waits" if each.get("waits") else str(each["step"] or "")
+        table.add_row(Text(printable(str(each["role"]))), str(each["rank"]), str(each["pid"]), Text(printable(step)))
     return table

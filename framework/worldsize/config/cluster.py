@@ -38,6 +38,7 @@ def cluster_of(node: Mapping[str, Any], threads: int | None) -> Cluster:
         spot_market=_spot(node.get("spot_market") or {}),
         min_processes=node.get("min_processes"),
         spares=node.get("spares", 0),
+        spare_nodes=node.get("spare_nodes", 0),
         peak_flops=node.get("peak_flops"),
         debug=node.get("debug", False),
         pin=node.get("pin", "none"),

@@ -19,7 +19,7 @@ from worldsize.config.installed import installed
 from worldsize.config.learning_rate import scaled_lr
 from worldsize.config.search_path import make_importable, roots
 from worldsize.config.settings import Settings, load_settings, logical_ranks_wanted
-from worldsize.config.shape import with_processes
+from worldsize.config.shape import nodes_of, with_processes
 from worldsize.config.tiers import with_tiers, with_topology
 from worldsize.data.fetch import is_iterable
 from worldsize.data.order import epoch_length, steps_of
@@ -42,7 +42,7 @@ def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None)
     """
     make_importable(roots())
     if "hosts" in cfg.cluster:
-        cfg.cluster.nodes = len(cfg.cluster.hosts)
+        cfg.cluster.nodes = nodes_of(cfg.cluster.hosts, spare=cfg.cluster.spare_nodes)
     _check_length(cfg)
     if OmegaConf.is_missing(cfg, "steps") or cfg.steps is None:
         cfg.steps = 1  # until the length of the data is known

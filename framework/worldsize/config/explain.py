@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -16,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from worldsize.config.installed import installed
 from worldsize.config.schema import Schema
-from worldsize.config.search_path import config_folders, main_conf
+from worldsize.config.search_path import config_folders, main_conf, options_in
 from worldsize.errors import ConfigError, neighbours
 
 
@@ -60,10 +61,27 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
             f"this recipe takes no {name}=... A recipe that does says so in the defaults list of its YAML file, "
             f"e.g. with '- /{name}: null'."
         )
+    is_misspelt = bool(get_close_matches(name, known, n=1, cutoff=0.8))
+    if parent == "cluster" and not is_misspelt and (having := _clusters_with(name)):
+        return (
+            f"only cluster={' or '.join(having)} has the key cluster.{name}. Choose it, e.g. +cluster={having[-1]}, or "
+            "leave the key out."
+        )
     # a node with a target takes its arguments, which the YAML may leave out
     shown = f"{parent}.{name}" if parent else key
     more = f" If its _target_ takes {name!r}, add it: +{key}=VALUE." if "_target_" in known and shown == key else ""
     return f"no key {shown!r}{neighbours(name, known)}{more}{_of_the_run(name) if parent else ''}"
+
+
+def _clusters_with(name: str) -> list[str]:
+    """Return the kinds of clusters that have a key: who has forgotten to choose one is told which."""
+    places = (main_conf(), *config_folders())
+    kinds = sorted({option for conf in places for group, option, _ in options_in(conf) if group == "cluster"})
+    having = []
+    for kind in kinds:
+        with suppress(HydraException, OmegaConfBaseException, ConfigError):  # a plugin's may be broken
+            having += [kind] if name in _composed([f"cluster={kind}"])["cluster"] else []
+    return having
 
 
 def _of_the_run(name: str) -> str:
@@ -104,4 +122,12 @@ def _wrong_type(error: ValidationError) -> str:
     message = str(error.msg or error).splitlines()[0]
     if error.full_key and message.endswith("is not Optional"):
         return f"{error.full_key} needs a value; null is none. Set {error.full_key}=VALUE, or leave it out."
+    if error.full_key and (match := _CONVERSION.match(message)):
+        return f"{error.full_key}={match[1]} is of the wrong type: it takes {_KINDS[match[2] or match[3]]}."
     return f"{error.full_key}: {message[:1].lower()}{message[1:]}." if error.full_key else message
+
+
+_CONVERSION = re.compile(
+    r"Value (.+?) (?:of type '\w+' could not be converted to (Integer|Float)|is not a valid (bool) )", re.DOTALL
+)
+_KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}

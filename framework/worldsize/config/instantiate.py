@@ -104,7 +104,7 @@ def _locate(target: str, key: str) -> Any:
         if not hasattr(located, attribute):
             raise ConfigError(
                 f"{key}: {target} does not exist: {_name(located)} has no {attribute!r}"
-                f"{neighbours(attribute, dir(located))}"
+                f"{neighbours(attribute, _offered(located))}"
             )
         located = getattr(located, attribute)
     if not callable(located) or not attributes:
@@ -122,6 +122,17 @@ def _import(target: str, key: str) -> tuple[Any, list[str]]:
             if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
                 raise  # the module exists, but something that it imports does not
     raise ConfigError(f"{key}: {target} does not exist: no module {parts[0]!r} on the import path.")
+
+
+def _offered(located: Any) -> list[str]:
+    """Return the names that a module defines, without those that it imports from elsewhere; all if it defines none."""
+    module = _name(located)
+    own = [
+        name
+        for name in dir(located)
+        if f"{getattr(getattr(located, name), '__module__', '')}.".startswith(f"{module}.")
+    ]
+    return own or dir(located)
 
 
 def _name(located: Any) -> str:

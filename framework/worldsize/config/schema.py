@@ -54,9 +54,10 @@ class ClusterSchema:
     first: refuse or warn. For planning: ``device_memory`` in bytes that a process may fill (default: what this machine
     has), ``price_per_hour`` of a node. ``mtbf_hours``: mean hours between two failures of a node, for planning and for
     ``checkpoint.every=auto``. ``spot_market``: price and hours between failures, reclaims among them, of a spot node.
-    For a strategy that heals (``strategy.on_failure=heal``): ``min_processes``, with which it goes on at least, and
-    ``spares``: further processes, which wait to take the places of those that die. ``peak_flops``: dense operations a
-    second of one process's device, of which the MFU is the share that the model uses (default: that of a known GPU).
+    For a strategy that heals (``strategy.on_failure=heal``): ``min_processes``, with which it goes on at least,
+    ``spares``: further processes, which wait to take the places of those that die, and ``spare_nodes``: further nodes
+    that wait to take those of lost ones; of ``hosts`` they are the last. ``peak_flops``: dense operations a second of
+    one process's device, of which the MFU is the share that the model uses (default: that of a known GPU).
     ``max_memory``: bytes of memory that one process may hold before an alert says so. ``debug``: NCCL and torch tell
     what they do, in the logs of the processes. ``pin``: whether each process keeps to the cores and the memory of a
     NUMA node (numa), or to cores that no other has (exclusive); auto: as numa where there are several such nodes.
@@ -87,6 +88,7 @@ class ClusterSchema:
     spot_market: SpotSchema = field(default_factory=SpotSchema)
     min_processes: Annotated[int | None, Range(least=1)] = None
     spares: Annotated[int, Range(least=0, most=256)] = 0
+    spare_nodes: Annotated[int, Range(least=0, most=256)] = 0
     peak_flops: Annotated[float | None, Range(above=0, hint="it is in operations a second")] = None
     max_memory: Annotated[float | None, Range(above=0, hint="it is in bytes")] = None
     debug: bool = False

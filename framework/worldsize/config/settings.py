@@ -178,7 +178,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         roles = {"worker": Role(cluster.processes)}  # all processes take part
     parts = strategy.data_parallel(cluster)
     logical_ranks = _wanted_ranks(config, strategy, cluster)
-    if run.evaluates is None:
+    if run.evaluates is None and not run.examine:
         _check_divisible(logical_ranks, workers=parts, batch=training.batch_size)
         strategy.check_micro_batches(logical_ranks // parts)
     autoscaler = None
@@ -300,11 +300,11 @@ def _check_backend(named: str) -> None:
 
 
 def _check_reduce(strategy: Strategy) -> None:
-    wanted, known = strategy.reduce, strategy.reductions
+    wanted, known, name = strategy.reduce, strategy.reductions, type(strategy).__name__
     if wanted not in known:
-        raise ConfigError(
-            f"strategy.reduce={wanted!r} is no way in which {type(strategy).__name__} sums{neighbours(wanted, known)}"
-        )
+        level = " reproducibility=elastic asks for it. Set another level, or strategy=ddp, say."
+        fact = f"strategy.reduce={wanted!r} is no way in which {name} sums{neighbours(wanted, known)}"
+        raise ConfigError(fact + (level if wanted == "ordered" else ""))
 
 
 def logical_ranks_wanted(config: Mapping[str, Any]) -> int:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from worldsize.core import Autoscaler, Cluster, LaunchMethod, Numerics, Role, Strategy
 from worldsize.errors import ConfigError
 from worldsize.world.roles import block_of, heals
+
+
+def nodes_of(hosts: Sequence[str], *, spare: int) -> int:
+    """Return how many of ``hosts`` are to train; the last, ``spare`` of them, wait.
+
+    Raises:
+        ConfigError: none is left to train.
+    """
+    if hosts and spare >= len(hosts):
+        raise ConfigError(
+            f"cluster.spare_nodes={spare} of the {len(hosts)} in cluster.hosts leaves none to train. "
+            f"Set at most {len(hosts) - 1}, or name more hosts."
+        )
+    return len(hosts) - spare
 
 
 def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
@@ -32,7 +46,8 @@ def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     if processes < 1:
         raise ConfigError(f"cluster.processes={processes}: a run needs at least 1 process.")
     if processes % nodes:
-        raise ConfigError(f"{processes} processes do not divide over {nodes} nodes. Set cluster.processes_per_node.")
+        multiple = -(-processes // nodes) * nodes
+        raise ConfigError(f"{processes} processes do not divide over {nodes} nodes. Set cluster.processes={multiple}.")
     return {**cluster, "processes": processes, "processes_per_node": processes // nodes}
 
 
@@ -64,7 +79,7 @@ def _processes(cluster: Mapping[str, Any], nodes: int, gpus: int) -> int:
     if total is not None and per_node is not None and total != per_node * nodes:
         raise ConfigError(
             f"cluster.processes={total} contradicts cluster.processes_per_node={per_node} on {nodes} nodes. "
-            "Set one of them."
+            f"Set cluster.processes=null, which is {per_node * nodes} then, or leave cluster.processes_per_node out."
         )
     if total is None and per_node is None:
         per_node = gpus if cluster["device"] != "cpu" else 1
@@ -141,9 +156,15 @@ def check_copies(roles: Mapping[str, Role], strategy: Strategy, peers: int) -> N
 def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMethod) -> None:
     """Raise ConfigError if processes are to go on without those that die, and nothing would tell them."""
     if not heals(roles):
-        if cluster.spares:
-            raise ConfigError(f"cluster.spares={cluster.spares}: nobody waits for them. Set strategy.on_failure=heal.")
+        for name, count in {"spares": cluster.spares, "spare_nodes": cluster.spare_nodes}.items():
+            if count:
+                raise ConfigError(f"cluster.{name}={count}: nobody waits for them. Set strategy.on_failure=heal.")
         return
+    if cluster.spare_nodes and not launcher.heals_over_hosts:
+        raise ConfigError(
+            f"cluster.spare_nodes={cluster.spare_nodes}: {type(launcher).__name__} does not tell processes which nodes "
+            "live. Choose cluster=ssh or slurm, or let processes wait (cluster.spares)."
+        )
     if not launcher.heals or (cluster.nodes > 1 and not launcher.heals_over_hosts):
         raise ConfigError(
             f"strategy.on_failure=heal: {type(launcher).__name__} on {cluster.nodes} nodes does not tell processes "

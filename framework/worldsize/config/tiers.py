@@ -86,11 +86,12 @@ def with_topology(cluster: Mapping[str, Any]) -> dict[str, Any]:
     topology = Topology.read(Path(cluster["topology"]), is_spread=is_spread)
     if "hosts" not in cluster:
         return dict(cluster)
-    hosts = topology.ordered(cluster["hosts"])
+    count = len(cluster["hosts"]) - cluster.get("spare_nodes", 0)
+    hosts, spare = topology.ordered(cluster["hosts"][:count]), cluster["hosts"][count:]
     if is_spread:
-        return {**cluster, "hosts": hosts}
+        return {**cluster, "hosts": [*hosts, *spare]}
     tiers = dict(zip(tier_names(), topology.sizes(hosts), strict=False))
     if cluster.get("tiers"):
         topology.check(hosts, cluster["tiers"])
         tiers = cluster["tiers"]
-    return {**cluster, "hosts": hosts, "tiers": tiers}
+    return {**cluster, "hosts": [*hosts, *spare], "tiers": tiers}

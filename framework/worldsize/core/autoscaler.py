@@ -19,7 +19,8 @@ class GangState:
         step: Newest step that a process has begun; 0: none.
         processes: Number of processes that train, or are about to join.
         seconds: Seconds since the attempt began.
-        least: Least number of processes: ``cluster.min_processes``.
+        least: Least number of processes: ``Role.min_processes``, in whole blocks; strategies take it from
+            ``cluster.min_processes``.
         most: Largest number of processes: ``max_processes`` of the policy, else the number of logical ranks.
     """
 

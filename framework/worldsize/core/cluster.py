@@ -74,6 +74,7 @@ class Cluster:
         spot_market: What nodes of this kind cost and how often they fail on the spot market; None: not known.
         min_processes: Least processes with which a run that heals goes on; None: 1.
         spares: Further processes of a run that heals, which wait to take the places of those that die.
+        spare_nodes: Further nodes of such a run, whose processes wait to take the places of those of a lost node.
         pin: Whether a process keeps to the cores and the memory of a NUMA node ("numa") or to a part of these that is
             its own ("exclusive"); "auto": as "numa" where that helps.
     """
@@ -95,6 +96,7 @@ class Cluster:
     spot_market: Spot | None = None
     min_processes: int | None = None
     spares: int = 0
+    spare_nodes: int = 0
     peak_flops: float | None = None
     debug: bool = False
     pin: Pinning = "none"
@@ -103,6 +105,16 @@ class Cluster:
     def processes_per_node(self) -> int:
         """Number of processes on each node."""
         return self.processes // self.nodes
+
+    @property
+    def all_nodes(self) -> int:
+        """Number of nodes, with those that wait."""
+        return self.nodes + self.spare_nodes
+
+    @property
+    def waiting(self) -> int:
+        """Number of processes that wait at first: those of the spare nodes, then the other spares."""
+        return self.spare_nodes * self.processes_per_node + self.spares
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -26,9 +28,12 @@ from worldsize.launch.handshake import Message
 from worldsize.launch.meeting import Door, gather, reach
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import read_key
+from worldsize.records.lock import is_locked
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened
-from worldsize.world.environments import Node, meeting_name, node, port_of
+from worldsize.world.environments import Node, job_of, lost_first, meeting_name, node, port_of
+
+_POLL = 0.5  # seconds
 
 
 def agent(run: RunDirectory) -> int:
@@ -46,10 +51,12 @@ def agent(run: RunDirectory) -> int:
             "folder that they share."
         )
     settings = read_settings(run)
-    place = node(os.environ, settings.agents.switches(), settings.cluster.tiers)
-    if place.count != settings.cluster.nodes:
+    cluster = settings.cluster
+    place = node(os.environ, settings.agents.switches(), cluster.tiers, spare_nodes=cluster.spare_nodes)
+    if place.count != cluster.all_nodes:
+        spare = f" and {cluster.spare_nodes} that wait (cluster.spare_nodes)" if cluster.spare_nodes else ""
         raise ConfigError(
-            f"the run is planned for {settings.cluster.nodes} nodes (cluster.nodes), but started on {place.count}."
+            f"the run is planned for {cluster.nodes} nodes (cluster.nodes){spare}, but started on {place.count}."
         )
     plan = settings.plan(run.path)
     plan = replace(plan, secrets={"WORLDSIZE_SECRETS": secrets}) if secrets else plan
@@ -67,6 +74,8 @@ def agent(run: RunDirectory) -> int:
 
 def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node) -> int:
     others: list[RemoteAgent] = []
+    if lost_first(os.environ) or (job_of(os.environ) or {}).get("requeues"):
+        _wait_for_lock(run, settings.cluster.timeout)
     with opened(run) as record, ExitStack() as stack:
         code, door = 1, None
         try:
@@ -74,6 +83,7 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
                 facts = facts_of(settings.recipe, place)  # takes seconds, so before other hosts connect and wait
                 agents = gather(place, _port(settings, run), read_key(run.path), **_waits(settings, launcher))
                 others = [other for other, _ in agents]
+                others += _absent(place, others)
                 check_hosts(settings, facts, [facts_there for _, facts_there in agents])
                 if settings.heals:
                     check = partial(_check_host, settings, facts)
@@ -84,6 +94,19 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
             for other in others:
                 other.announce_end(code)
         return code
+
+
+def _absent(place: Node, others: Sequence[RemoteAgent]) -> list[RemoteAgent]:
+    """Return what stands for the hosts that are not there: the last ones, without those that have come meanwhile."""
+    names = dict(zip(range(place.expected.stop, place.count), place.absent, strict=True))
+    return [RemoteAgent.absent(rank, names[rank]) for rank in sorted(names.keys() - {each.rank for each in others})]
+
+
+def _wait_for_lock(run: RunDirectory, patience: float) -> None:
+    """Wait until the lock of a lost host is released, which some file systems do after a while."""
+    deadline = time.monotonic() + patience
+    while is_locked(run.path) and time.monotonic() < deadline:
+        time.sleep(_POLL)
 
 
 def _check_host(settings: Settings, first: Message, other: Message) -> None:

@@ -28,7 +28,7 @@ from worldsize.driver.record import amend_record, check_same, scrubber_of, with_
 from worldsize.driver.restarts import run_attempts
 from worldsize.driver.scheduled import wait_for
 from worldsize.errors import ConfigError, RunFolderError
-from worldsize.observe.summary import summary_table
+from worldsize.observe.summary import show_summary
 from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.records.run_directory import RunDirectory, created, planned
 from worldsize.records.run_record import RunRecord, look, note_job, opened, read_result, writing
@@ -175,7 +175,7 @@ def _ended(run: RunDirectory) -> int:
     """Show how a run ended that its job has trained; return its exit code."""
     ended = look(run)
     if ended.exit_reason == "completed":
-        Console().print(summary_table(read_result(run), run.path))
+        show_summary(Console(), read_result(run), run.path)
         return 0
     _logger.error("%s; look at: %s", ended.exit_reason or "it never began", command_line("logs", run.path))
     return int(ended.attempts[-1]["exit_code"] or 1) if ended.attempts else 1

@@ -45,6 +45,7 @@ from worldsize.reproducibility.level import (
     orders_differ,
     promised_level,
     resume_downgrades,
+    without_copies,
 )
 from worldsize.reproducibility.plugins import digest_of, keep, kept_folder
 from worldsize.world.environments import image_of
@@ -144,14 +145,15 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
     """Raise WorldsizeError if the resumed run would compute something different."""
     manifest = record.manifest
     changed = changes(manifest["config"], clean.tree(settings.config))
-    differences = [f"{key}: {then} then, {now} now" for key, then, now in changes_but(changed, ("steps", *ignore))]
-    if differences:
+    left = without_copies(changes_but(changed, ("steps", *ignore)))
+    if differences := [f"{key}: {then} then, {now} now" for key, then, now in left]:
         raise ConfigError(
             f"the run was begun with another configuration: {'; '.join(differences)}. "
             "Leave the change out, or accept it with --ignore KEY; nothing was started."
         )
     if "data" not in ignore:
-        check_data(manifest["data"], recipe_fingerprint(settings.recipe))
+        remedy = "Bring that file back, or accept it with --ignore data"
+        check_data(manifest["data"], recipe_fingerprint(settings.recipe), remedy=remedy)
     if orders_differ(order := manifest["determinism"].get("order", 1), ORDER, manifest):
         _logger.warning(
             "the run was begun with version %d of the order of samples, and goes on with version %d: the epoch at hand "
@@ -250,6 +252,7 @@ def _shape(plan: Plan) -> dict[str, Any]:
     return {
         "name": cluster.name,
         "nodes": cluster.nodes,
+        "spare_nodes": cluster.spare_nodes,
         "processes": plan.world_size,
         "processes_per_node": cluster.processes_per_node,
         "backend": cluster.backend,

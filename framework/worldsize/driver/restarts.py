@@ -16,7 +16,7 @@ from worldsize.driver.record import with_claim
 from worldsize.errors import RunFolderError
 from worldsize.observe.debug_summary import debug_summary
 from worldsize.observe.progress import Progress
-from worldsize.observe.summary import summary_table
+from worldsize.observe.summary import show_summary
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, read_result, writing
 from worldsize.world.pinning import pins_here
@@ -81,7 +81,7 @@ def _report(run: RunDirectory, outcome: Outcome, console: Console) -> None:
         _logger.error("%s %d failed%s:\n%s", failure.role, failure.rank, at, failure.cause.rstrip())
         _logger.error("run folder: %s", run.path)
     elif outcome.exit_reason == "completed":
-        console.print(summary_table(read_result(run), run.path))
+        show_summary(console, read_result(run), run.path)
     else:
         _logger.error("%s; run folder: %s", outcome.exit_reason, run.path)
         _logger.error("go on with: %s", command_line("resume", run.path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import final
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from worldsize.config.compose import compose_and_call, is_side_by_side
@@ -18,7 +20,10 @@ from worldsize.driver.exit_codes import ExitCodes, ends_sweep
 from worldsize.driver.side_by_side import SideBySide
 from worldsize.errors import WorldsizeError
 from worldsize.messages import refuse, show_messages
+from worldsize.records.redaction import redacted_arguments
 from worldsize.world.scratch import temporary_folder
+
+_logger = logging.getLogger(__name__)
 
 
 def call_sweep(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) -> int:
@@ -27,7 +32,8 @@ def call_sweep(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) ->
     A sweep's launcher may pickle the task and call it in other processes, so exit codes are returned through files.
     """
     with temporary_folder() as folder, _idle_children_ended():
-        sweep = _Sweep(task, ExitCodes(folder), SideBySide(folder) if is_side_by_side(arguments) else None)
+        side_by_side = SideBySide(folder) if is_side_by_side(arguments) else None
+        sweep = _Sweep(task, ExitCodes(folder), side_by_side, typed=arguments)
 
         def call(cfg: DictConfig) -> float | SweepEnd | None:
             return sweep.call(cfg)
@@ -61,11 +67,21 @@ def _idle_children_ended() -> Iterator[None]:
 
 @final
 class _Sweep:
-    """Calls ``task``, in this process or in others; with ``side_by_side`` several processes call at once."""
+    """Calls ``task``, in this process or in others; with ``side_by_side`` several processes call at once.
 
-    def __init__(self, task: Callable[[DictConfig], Trial], codes: ExitCodes, side_by_side: SideBySide | None) -> None:
+    ``typed``: the words of the command, of which the words of a run differ in what the sweep varies.
+    """
+
+    def __init__(
+        self,
+        task: Callable[[DictConfig], Trial],
+        codes: ExitCodes,
+        side_by_side: SideBySide | None,
+        *,
+        typed: Sequence[str],
+    ) -> None:
         self._task, self._codes, self.side_by_side = task, codes, side_by_side
-        self._launching = os.getpid()
+        self._launching, self._typed = os.getpid(), {word.lstrip("+") for word in typed}
 
     def call(self, cfg: DictConfig) -> float | SweepEnd | None:
         """Run the next configuration, unless a run was asked to end; return the values for the sweeper.
@@ -81,6 +97,7 @@ class _Sweep:
                 self.side_by_side.join()
         if self._is_asked() or any(map(ends_sweep, self._codes.noted())):
             return SweepEnd()  # another process waits for the runs that continue
+        _logger.info("%s", self._described())
         trial = self._tried(cfg)
         self._codes.note(trial.exit_code, of_search=is_search())
         if ends_sweep(trial.exit_code):
@@ -90,6 +107,12 @@ class _Sweep:
         if trial.exit_code and is_search():
             raise TrialFailedError(f"the run ended with exit code {trial.exit_code}")
         return trial.value
+
+    def _described(self) -> str:
+        """Return a line about the run that begins, since many follow each other on a terminal."""
+        own = HydraConfig.get()
+        varied = [word for word in own.overrides.task if word.lstrip("+") not in self._typed]
+        return f"run {own.job.num + 1} of the sweep: {' '.join(redacted_arguments(varied))}"
 
     def _is_asked(self) -> bool:
         """Return whether the launching process has received a signal, which it forwards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,7 @@ def transformers_model(run: RunView, weights: Weights) -> TransformersModel:
             "--format hf runs the recipe's code, and this record was not written by you. Export with --format "
             "safetensors, which runs nothing, or `worldsize reproduce` the run and export your own."
         )
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao, which it imports, warns of itself
     try:
         import transformers
     except ImportError:

@@ -82,6 +82,14 @@ class RemoteAgent:
     host: str
     connection: AgentConnection
     outcome: Outcome | None = None
+    is_there: bool = True
+
+    @staticmethod
+    def absent(rank: int, host: str) -> RemoteAgent:
+        """Stand for the agent of a host that is not there: nothing can be sent to it, and nothing comes."""
+        connection = AgentConnection(socket.socket(), MessageSeal(sending=b"", receiving=b""), 1.0)
+        connection.close()
+        return RemoteAgent(rank, host, connection, is_there=False)
 
     def announce_end(self, code: int) -> None:
         """Tell the other agent that the run has ended with the exit code ``code``."""

@@ -6,7 +6,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any, final
 from torch._C._distributed_c10d import TCPStore
 
 from worldsize.core import Failure, Job, Launcher, Outcome, Plan
-from worldsize.errors import WorldsizeError
+from worldsize.errors import FirstHostLostError
 from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
 from worldsize.launch.gang import Gang
 from worldsize.launch.handshake import Message
@@ -40,16 +40,17 @@ class Lead(NodeLauncher, Launcher):
     node: Node = field(default_factory=Node)
     others: list[RemoteAgent] = field(default_factory=list)
     door: Door | None = None  # where hosts of a gang that heals come back
+    keeps_hosts: Callable[[], bool] = lambda: True  # whether it may go on without a lost host
 
     @staticmethod
     def of(launcher: NodeLauncher, node: Node, others: list[RemoteAgent], door: Door | None = None) -> Lead:
         """Build the launcher of the first host, with the grace periods of ``launcher``."""
         own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
-        return Lead(**own, node=node, others=others, door=door)
+        return Lead(**own, node=node, others=others, door=door, keeps_hosts=launcher.is_current)
 
     @property
     def other_hosts(self) -> Sequence[str]:
-        return [other.host for other in self.others]
+        return [other.host for other in self.others if other.is_there]
 
     def launch(self, plan: Plan) -> Job:
         if not self.others:
@@ -59,7 +60,8 @@ class Lead(NodeLauncher, Launcher):
         port: int = listener.getsockname()[1]
         rendezvous, remote = _rendezvous(plan, address, port, address), None
         if heals(plan.roles):
-            remote = RemoteHosts(self.others, plan, port, rendezvous.folder, self.node_timeout, self.door)
+            folder, patience, may_go_on = rendezvous.folder, self.node_timeout, self.keeps_hosts
+            remote = RemoteHosts(self.others, plan, port, folder, patience, self.door, may_go_on)
         for other in () if remote else self.others:
             other.outcome = None
             with suppress(OSError):  # noticed when its messages are received
@@ -190,7 +192,7 @@ class Follower:
         """Take part in every attempt until the first host reports the end of the run; return the exit code.
 
         Raises:
-            WorldsizeError: the first host is lost.
+            FirstHostLostError: it is lost.
         """
         threading.Thread(target=self._listen, daemon=True, name="listen").start()
         with HeartbeatSender([self._connection], self._launcher.node_timeout):
@@ -201,7 +203,7 @@ class Follower:
                     self._serve(int(message["attempt"]), int(message["port"]))
                 else:
                     self._take_part(int(message["attempt"]), int(message["port"]))
-        raise WorldsizeError(
+        raise FirstHostLostError(
             f"the first node, {self._node.first}, has not answered for {self._launcher.node_timeout:g} s, or is gone."
         )
 

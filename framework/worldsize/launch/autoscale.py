@@ -18,14 +18,9 @@ from worldsize.records.run_directory import RunDirectory
 from worldsize.world.fork import ready_to_fork
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
-from worldsize.world.roles import block_of
+from worldsize.world.roles import block_of, fewest
 
 _logger = logging.getLogger(__name__)
-
-
-def bounds_of(policy: Autoscaler, *, least: int | None, most: int) -> tuple[int, int]:
-    """Return the least and the largest number of processes, given ``cluster.min_processes`` and the logical ranks."""
-    return least or 1, policy.max_processes or most
 
 
 @final
@@ -72,8 +67,7 @@ def ask(policy: Autoscaler, plan: Plan, seconds: float) -> str:
     """Ask the policy once, ``seconds`` after the attempt began, and request what it wants; return what went wrong."""
     sign = RunDirectory(plan.run_dir).control
     block = block_of(plan.roles)
-    least = -(-(plan.cluster.min_processes or 1) // block) * block
-    least, most = bounds_of(policy, least=least, most=plan.logical_ranks * block)
+    least, most = fewest(plan.roles), policy.max_processes or plan.logical_ranks * block
     try:
         state = _state(sign, plan.run_dir, seconds, least, most)
         wanted = policy.wanted(state)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, final
+from typing import Annotated, Any, final
 
 from worldsize.core import Autoscaler, ConfigError, FilePath, GangState
 
@@ -51,10 +52,8 @@ class ScheduleAutoscaler(Autoscaler):
 
     def __post_init__(self) -> None:
         for stage in self.stages:
-            if stage.keys() != {"after", "processes"} or stage["processes"] != int(stage["processes"]):
-                raise ConfigError(
-                    f"autoscale.stages: {dict(stage)} is no stage. Write e.g. {{after: 3600, processes: 4}}."
-                )
+            if not _is_stage(stage):
+                raise ConfigError(f"autoscale.stages: {stage} is no stage. Write e.g. {{after: 3600, processes: 4}}.")
         times = [stage["after"] for stage in self.stages]
         if times != sorted(times):
             raise ConfigError(f"autoscale.stages begin after {times} seconds. Put them in order.")
@@ -62,3 +61,12 @@ class ScheduleAutoscaler(Autoscaler):
     def wanted(self, state: GangState) -> int:
         begun = [stage for stage in self.stages if stage["after"] <= state.seconds]
         return int(begun[-1]["processes"]) if begun else state.processes
+
+
+def _is_stage(stage: Any) -> bool:
+    """Return whether a value of the configuration has a time and a number of processes, both finite numbers."""
+    if not isinstance(stage, Mapping) or stage.keys() != {"after", "processes"}:
+        return False
+    after, processes = stage["after"], stage["processes"]
+    are_numbers = all(type(each) in (int, float) and math.isfinite(each) for each in (after, processes))
+    return are_numbers and after >= 0 and processes >= 1 and processes == int(processes)

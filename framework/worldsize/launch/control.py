@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self, TypedDict, final
+from typing import Any, NotRequired, Protocol, Self, TypedDict, final
 
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.bounded_io import receive_line
@@ -23,12 +23,16 @@ _AT_ONCE = 16  # requests being received; a new one replaces the oldest
 
 
 class ListedProcess(TypedDict):
-    """A live process of a job: its role, its rank in that role, its process id, and its step if it has begun one."""
+    """A live process of a job: its role, its rank in that role, its process id, and its step if it has begun one.
+
+    ``waits``: it is a spare, which trains when another dies.
+    """
 
     role: str
     rank: int
     pid: int | None
     step: int | None
+    waits: NotRequired[bool]
 
 
 class JobState(TypedDict):
@@ -180,8 +184,9 @@ def request(sign: Path, **facts: Any) -> Any:
                 receive_line(connection, at_most=_LONGEST_ANSWER, deadline=deadline), at_most=_LONGEST_ANSWER
             )
     except (OSError, ValueError) as error:
+        why = "" if isinstance(error, FileNotFoundError) else f" ({error})"
         raise ConfigError(
-            f"the run {sign.parent} is not being trained on this machine ({error}). Look at `worldsize status`."
+            f"the run {sign.parent} is not being trained on this machine{why}. Look at `worldsize status`."
         ) from error
     match answer:
         case {"answer": result}:

@@ -38,7 +38,7 @@ def gather(node: Node, port: int, key: RunKey, *, patience: float, silence: floa
         WorldsizeError: a host did not connect in time, or the port is taken.
     """
     agents = arrivals(node, port, key, patience=patience, silence=silence)
-    if missing := sorted({*range(1, node.count)} - {agent.rank for agent, _ in agents}):
+    if missing := sorted({*node.expected} - {agent.rank for agent, _ in agents}):
         for agent, _ in agents:
             agent.connection.close()
         raise WorldsizeError(
@@ -55,18 +55,18 @@ def arrivals(
 
     ``patience`` and ``silence`` are in seconds. Raises WorldsizeError if the port is taken.
     """
-    expected = range(1, node.count)
+    ranks, expected = range(1, node.count), {*node.expected}
     agents: dict[int, tuple[RemoteAgent, Message]] = {}
     connections: list[AgentConnection] = []
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + (patience if expected else 0.0)
     beats = HeartbeatSender(connections, silence)  # an early agent receives heartbeats of this host
-    with _listening(node, port) as listener, beats, Admission(listener, key, expected, silence=silence) as admission:
+    with _listening(node, port) as listener, beats, Admission(listener, key, ranks, silence=silence) as admission:
         for agent, facts in admission.arrivals(deadline=deadline):
             if agent.rank in agents:  # it has reconnected, so its former connection is obsolete
                 agents[agent.rank][0].connection.close()
             agents[agent.rank] = agent, facts
             connections.append(agent.connection)
-            if len(agents) == len(expected):
+            if expected <= agents.keys():
                 break
     return [agents[rank] for rank in sorted(agents)]
 

@@ -50,6 +50,10 @@ class NodeLauncher(LaunchMethod):
     node_timeout: Annotated[float, SECONDS] = 10.0  # seconds without a heartbeat after which a host is lost
     terminal_logs: bool = True  # show each process's output with its "[worker 3]" prefix
 
+    def is_current(self) -> bool:
+        """Return whether no other start of the run may go on with it; asked on the first host when another is lost."""
+        return True
+
     def start_node(self, plan: Plan, node: Node, rendezvous: Rendezvous, others: RemoteHosts | None = None) -> Gang:
         """Start the processes of ``node``; of a gang that heals also those of the ``others``."""
         run = RunDirectory(plan.run_dir)
@@ -66,7 +70,7 @@ class NodeLauncher(LaunchMethod):
         graces = Graces(self.grace, self.interrupt_grace, self.save_grace)
         first = node.rank * rendezvous.local_size
         own = range(first, first + rendezvous.local_size)
-        spares = range(plan.world_size, plan.world_size + plan.cluster.spares)
+        spares = range(plan.world_size, plan.world_size + plan.cluster.waiting)
         try:
             for rank in (*(range(plan.world_size) if others else own), *spares):
                 members.add(*role_of(rank, plan.roles))
@@ -78,7 +82,7 @@ class NodeLauncher(LaunchMethod):
         if heals(plan.roles):
             cluster, most = plan.cluster, plan.logical_ranks
             server = MembershipServer(
-                members, patience=cluster.timeout, most=most, spares=cluster.spares, others=others
+                members, patience=cluster.timeout, most=most, spares=cluster.waiting, others=others
             )
         leads = node.rank == 0
         helpers: list[AbstractContextManager[object]] = health_processes(plan, node)
@@ -106,10 +110,10 @@ class Rendezvous:
         return Rendezvous(folder, plan.world_size, f"file://{folder}/store", network)
 
     def placement(self, plan: Plan, rank: int) -> Placement:
-        together = together_of(plan.roles)
-        groups, place = divmod(rank - plan.world_size, together)  # of those that joined later than those of the plan
+        together, planned = together_of(plan.roles), plan.world_size + plan.cluster.spare_nodes * self.local_size
+        groups, place = divmod(rank - planned, together)  # of those that joined later than those of the plan
         joined = self.local_size + groups // plan.cluster.nodes * together + place
-        local = rank % self.local_size if rank < plan.world_size else joined
+        local = rank % self.local_size if rank < planned else joined
         beat = self.folder / f"beat_{rank}"
         return Placement(rank, plan.world_size, local, self.local_size, self.store, plan.attempt, beat, 0, self.address)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
 import signal
 import socket
 import threading
@@ -101,10 +102,19 @@ class RemoteHost:
         run: The run folder, which all hosts share.
         folder: Private folder of the gang, for the heartbeats and errors that arrive.
         patience: Seconds of silence after which the host is lost.
+        may_go_on: Whether the first host still leads.
     """
 
-    def __init__(self, agent: RemoteAgent, attempt: int, run: RunDirectory, folder: Path, patience: float) -> None:
-        self.agent, self._attempt = agent, attempt
+    def __init__(
+        self,
+        agent: RemoteAgent,
+        attempt: int,
+        run: RunDirectory,
+        folder: Path,
+        patience: float,
+        may_go_on: Callable[[], bool],
+    ) -> None:
+        self.agent, self._attempt, self._may_go_on = agent, attempt, may_go_on
         self._run, self._folder, self._patience = run, folder, patience
         self._processes: dict[int, tuple[Member, RemoteProcess, RemotePipe]] = {}  # by global rank
         self.is_lost = False
@@ -138,7 +148,10 @@ class RemoteHost:
         self._listener.join()
 
     def lose(self) -> None:
-        """Count the host, and with it all of its processes, as lost."""
+        """Count the host, and with it all of its processes, as lost; end here if another host leads since."""
+        if not self._may_go_on():
+            _logger.error("the host %s is lost, and this one does not lead the run any more: it ends", self.agent.host)
+            os.kill(os.getpid(), signal.SIGKILL)  # the workers die with it; the record is another's
         self.is_lost = True
         self.agent.connection.close()  # an agent that still listens ends its processes
         cause = (
@@ -193,13 +206,22 @@ class RemoteHosts:
         folder: Private folder of the gang.
         patience: Seconds of silence after which a host is lost.
         door: Where hosts come back; None: none does.
+        may_go_on: Whether this host still leads; if it does not, it ends instead of going on without a lost one.
     """
 
     def __init__(
-        self, agents: list[RemoteAgent], plan: Plan, port: int, folder: Path, patience: float, door: Door | None
+        self,
+        agents: list[RemoteAgent],
+        plan: Plan,
+        port: int,
+        folder: Path,
+        patience: float,
+        door: Door | None,
+        may_go_on: Callable[[], bool] = lambda: True,
     ) -> None:
         self._agents, self._plan, self._port = agents, plan, port
         self._folder, self._patience, self._door = folder, patience, door
+        self._may_go_on = may_go_on
         self.connections: list[AgentConnection] = []
         self._hosts: dict[int, RemoteHost] = {}
         self._own: set[int] = set()  # global ranks of processes that were started on the first host
@@ -235,7 +257,8 @@ class RemoteHosts:
         with suppress(OSError):  # noticed when its messages are received
             agent.connection.send(attempt=self._plan.attempt, port=self._port)
         run = RunDirectory(self._plan.run_dir)
-        self._hosts[agent.rank] = RemoteHost(agent, self._plan.attempt, run, self._folder, self._patience)
+        host = RemoteHost(agent, self._plan.attempt, run, self._folder, self._patience, self._may_go_on)
+        self._hosts[agent.rank] = host
         self.connections.append(agent.connection)
 
     def node_of(self, number: int) -> int:
@@ -245,10 +268,11 @@ class RemoteHosts:
         for node, host in self._hosts.items():
             if host.holds(number):
                 return node
-        later = number - self._plan.world_size  # those of the plan are in the order of the hosts
-        if later < 0:
-            return number // self._plan.cluster.processes_per_node
-        there = [0, *(node for node in sorted(self._hosts) if not self._hosts[node].is_lost)]
+        cluster = self._plan.cluster
+        later = number - self._plan.world_size - cluster.spare_nodes * cluster.processes_per_node
+        if later < 0:  # those of the plan are in the order of the hosts
+            return number // cluster.processes_per_node
+        there = [0, *(node for node in sorted(self._hosts) if not self._hosts[node].is_lost)][: cluster.nodes]
         return there[later // together_of(self._plan.roles) % len(there)]
 
     def host_of(self, number: int) -> str:

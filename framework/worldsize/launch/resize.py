@@ -74,10 +74,16 @@ class Resize:
 
     def listed(self) -> list[ListedProcess]:
         """Describe each live process."""
-        return [
+        alive = self._members.alive()
+        training = self._server.training(alive) if self._server else alive
+        listed: list[ListedProcess] = [
             {"role": m.role, "rank": m.rank, "pid": m.process.pid, "step": m.beat.step if m.beat else None}
-            for m in self._members.alive()
+            for m in alive
         ]
+        for member, facts in zip(alive, listed, strict=True):
+            if member not in training and member not in self._members.leaving:
+                facts["waits"] = True
+        return listed
 
     def _training(self) -> Sequence[Member]:
         """Return the processes that train or are about to."""

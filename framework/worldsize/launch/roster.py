@@ -139,7 +139,7 @@ class Roster:
     def _next_members(self) -> tuple[int, ...]:
         """Return the members of the next membership: those that stay, then newcomers for the places that are free."""
         staying = {rank: None for rank in self.members if rank not in self._leaving}  # in this order
-        newcomers = [rank for rank in self._stopped if rank not in self.members]
+        newcomers = sorted(self._stopped.keys() - {*self.members})  # neighbours, if they are of one host
         able = _groups([*staying, *newcomers], self.together, self.node_of)
         able.sort(key=lambda group: group[0] not in staying)  # a group of newcomers may be complete before another
         most = max(self.target, len(staying)) // self.block * self.block

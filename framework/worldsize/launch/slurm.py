@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +22,16 @@ from worldsize.launch.image_launcher import ImageLauncher
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import write_key
 from worldsize.launch.templates import filled
+from worldsize.messages import FIRST_LOST
+from worldsize.world.environments import job_of
 from worldsize.world.roles import heals
 
+_logger = logging.getLogger(__name__)
+
 _PATIENCE = 60.0  # seconds for one of Slurm's commands
+_RETRY = 1.0  # seconds
 SCRIPT = "slurm.sh"
+_QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED")  # states of a job that starts again
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
 
@@ -91,13 +100,31 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     def state(self, job: str) -> str | None:
         """Return Slurm's state of the job, e.g. PENDING; None if it has ended."""
         try:
-            shown = _ask(["scontrol", "show", "job", "--oneliner", job])
+            state = _facts(job).get("JobState")
         except WorldsizeError as error:
             if "Invalid job id" in str(error):  # Slurm forgets jobs that are over
                 return None
             raise
-        state = dict(word.split("=", 1) for word in shown.split() if "=" in word).get("JobState")
         return None if state in _OVER else state
+
+    def is_current(self) -> bool:
+        """Ask Slurm for ``node_timeout`` seconds whether this start of the job still runs.
+
+        Other nodes queue the job again when they have lost the first one. If this is the first, and cut off from Slurm
+        too, it must not go on.
+        """
+        job, deadline = job_of(os.environ), time.monotonic() + self.node_timeout
+        while job is not None:
+            try:
+                facts = _facts(job["id"])
+                is_queued = facts.get("JobState") in _QUEUED
+                return not is_queued and facts.get("Restarts") == str(job["requeues"])
+            except WorldsizeError as error:
+                _logger.warning("%s", error)
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_RETRY)
+        return True  # started by hand
 
     def cancel(self, job: str) -> None:
         _ask(["scancel", job])
@@ -106,6 +133,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
         runs = [shlex.quote(str(plan.run_dir)) for plan in plans]
         array = len(plans) > 1
         folder = plans[0].run_dir / "logs"
+        python = self.python or ("python" if self.image else sys.executable)
         return filled(
             "slurm.sh.j2",
             options=self._options(cluster, plans, folder),
@@ -117,16 +145,14 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
             run='"${runs[$SLURM_ARRAY_TASK_ID]}"' if array else runs[0],
             python=shlex.quote(self.python or sys.executable),
             srun_options="".join(f" {shlex.quote(word)}" for word in self._container(plans, "pyxis")),
-            agent=shlex.join([*self._container(plans, "apptainer"), self._python]),
+            agent=shlex.join([*self._container(plans, "apptainer"), python]),
             max_requeues=self.max_requeues,
             exclude_slow=self.exclude_slow,
             heals=heals(plans[0].roles),
+            first_lost=FIRST_LOST,
+            spare_nodes=cluster.spare_nodes,
             excluded=shlex.quote(self.exclude or ""),
         )
-
-    @property
-    def _python(self) -> str:
-        return self.python or ("python" if self.image else sys.executable)
 
     def _container(self, plans: Sequence[Plan], runtime: str) -> list[str]:
         """Return the words that open the image: options of srun (pyxis), or a command before the agent's."""
@@ -144,7 +170,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     def _options(self, cluster: Cluster, plans: Sequence[Plan], folder: Path) -> list[tuple[str, Any]]:
         named: dict[str, Any] = {
             "job-name": "worldsize",
-            "nodes": cluster.nodes,
+            "nodes": cluster.all_nodes,
             "ntasks-per-node": 1,
             "cpus-per-task": self.cpus_per_task,
             "gpus-per-node": self.gpus_per_node,
@@ -157,13 +183,28 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
             "exclude": self.exclude,
             "array": f"0-{len(plans) - 1}" if len(plans) > 1 else None,
             "signal": f"USR1@{self.signal_before}",
-            "output": folder / ("slurm_%A_%a.log" if len(plans) > 1 else "slurm_%j.log"),
+            "output": f"{str(folder).replace('%', '%%')}/{'slurm_%A_%a.log' if len(plans) > 1 else 'slurm_%j.log'}",
             "open-mode": "append",
         }
         flags = [("exclusive", None)] if self.exclusive else []
         given = [(name, value) for name, value in named.items() if value is not None]
         flags += [("no-kill", None)] if heals(plans[0].roles) else []
-        return [*given, ("requeue", None), *flags, *self.options.items()]
+        every = [*given, ("requeue", None), *flags, *self.options.items()]
+        return [(name, None if value is None else _quoted(str(value))) for name, value in every]
+
+
+def _quoted(value: str) -> str:
+    """Return a value as a line of #SBATCH takes it: in quotes if a space would end it, or # begin a comment."""
+    if not re.search(r"[\s#'\"\\]", value):
+        return value
+    escaped = re.sub(r'([\\"])', r"\\\1", value)
+    return f'"{escaped}"'
+
+
+def _facts(job: str) -> dict[str, str]:
+    """Return what Slurm says of a job, such as its JobState."""
+    shown = _ask(["scontrol", "show", "job", "--oneliner", job])
+    return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
 
 def _ask(command: Sequence[str], script: str | None = None, environment: Mapping[str, str] | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,7 +18,7 @@ from rich.progress import Progress as Bar
 
 from worldsize.core import split_of
 from worldsize.files import is_file
-from worldsize.messages import printable
+from worldsize.messages import duration, printable
 from worldsize.records.json_lines import complete_lines, row_of
 from worldsize.records.metrics import EvaluationRow, JsonNumber, MetricRow, StepRow, is_metric
 
@@ -116,9 +117,15 @@ class Plain:
             self._console.print(_evaluation(row), highlight=False, markup=False)
         elif row["step"] == self._steps or time.monotonic() - self._shown > _PLAIN_EVERY:
             self._shown = time.monotonic()
-            left = (self._steps - row["step"]) * row["samples"] / row["step"] / row["samples_per_second"]
-            text = f"step {row['step']}/{self._steps}  {figures(row)}  ETA {left:.0f} s"
+            text = f"step {row['step']}/{self._steps}  {figures(row)}  {remaining(row, self._steps)}"
             self._console.print(text, highlight=False, markup=False)
+
+
+def remaining(row: StepRow, steps: int) -> str:
+    """Say how long the rest of ``steps`` steps takes at the speed of a step's row in ``metrics.jsonl``."""
+    samples, speed = (steps - row["step"]) * row["samples"] / row["step"], row["samples_per_second"]
+    seconds = samples / speed if speed else math.inf
+    return f"ETA {duration(round(seconds)) if math.isfinite(seconds) else 'unknown'}"
 
 
 def figures(row: StepRow) -> str:

@@ -6,6 +6,7 @@ wandb's import takes a second: it is left to the process that logs, for which no
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -113,7 +114,9 @@ def _mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
 
 
 def _place(run: wandb.Run) -> str:
-    return f"offline; upload it with: wandb sync {run.settings.sync_dir}" if run.offline else str(run.url)
+    if not run.offline:
+        return str(run.url)
+    return f"offline; upload it with: {shlex.join(['wandb', 'sync', run.settings.sync_dir])}"
 
 
 def _facts(manifest: Mapping[str, Any]) -> dict[str, Any]:

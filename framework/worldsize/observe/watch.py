@@ -21,7 +21,7 @@ from worldsize.observe.events import describe_event, is_event
 from worldsize.observe.health.rows import HealthRow
 from worldsize.observe.health.summary import NodesHealth, badness
 from worldsize.observe.health.words import table_of
-from worldsize.observe.progress import Tail, by_split, figures
+from worldsize.observe.progress import Tail, by_split, figures, remaining
 from worldsize.observe.report.read import number
 from worldsize.observe.report.svg import plain
 from worldsize.records.attempt import Attempt
@@ -164,10 +164,9 @@ def _header(manifest: Mapping[str, Any], state: str) -> Text:
 
 
 def _progress(step: StepRow, steps: int) -> Table:
-    left = (steps - step["step"]) * step["samples"] / step["step"] / step["samples_per_second"]
     row = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=steps, completed=step["step"], width=30)
-    row.add_row(f"step {step['step']}/{steps}", bar, figures(step), f"ETA {left:.0f} s")
+    row.add_row(f"step {step['step']}/{steps}", bar, figures(step), remaining(step, steps))
     return row
 
 

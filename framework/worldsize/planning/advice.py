@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from worldsize.core import Cluster
-from worldsize.cost.collectives import compute_seconds_for
+from worldsize.observe.health.memory import Memory, within
 from worldsize.planning.forecast import Forecast
 
 _ALIKE = 1.1  # forecasts closer than this may be ordered differently when measured: see benchmarks/README.md
@@ -21,15 +22,16 @@ WANTED = 0.8  # efficiency
 def detected_memory_bytes(cluster: Cluster) -> float | None:
     """Return the memory for one process's tensors on this machine, in bytes: a GPU's, or a share of the RAM.
 
-    The share is that of one rank, without the private memory of this process for its imports, which each rank needs
-    too; call it before data are loaded. 0: nothing remains. None: unknown, since there is no GPU, or several nodes, or
-    another kind of device.
+    The RAM is that of the container or the job if it has less. The share is that of one rank, without the private
+    memory of this process for its imports, which each rank needs too; call it before data are loaded. 0: nothing
+    remains. None: unknown, since there is no GPU, or several nodes, or another kind of device.
     """
     if cluster.device == "cuda":
         return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.device_count() else None
     if cluster.nodes > 1 or cluster.device != "cpu":
         return None
-    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cluster.processes_per_node
+    physical = Memory(used=0, total=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    share = within(physical).total / cluster.processes_per_node
     return max(0.0, share - _private_bytes())
 
 
@@ -88,7 +90,7 @@ def _apart(best: Forecast, name: str, second: Forecast) -> str:
         f"waits {time_text(second.exposed_seconds)} for communication, not {time_text(best.exposed_seconds)}": (
             second.exposed_seconds - best.exposed_seconds
         ),
-        "computes more beside the model": second.cost.added_seconds - best.cost.added_seconds,
+        "computes more beside the model": second.added_seconds - best.added_seconds,
         f"is idle for {second.cost.idle:.0%} of the time": (second.cost.idle - best.cost.idle) * second.step_seconds,
         "has more to compute on each worker": second.compute_seconds - best.compute_seconds,
     }
@@ -99,7 +101,12 @@ def _apart(best: Forecast, name: str, second: Forecast) -> str:
 def _share(best: Forecast) -> str:
     if best.efficiency >= WANTED:
         return f"{best.efficiency:.1%} of the time computes."
-    needed = compute_seconds_for(WANTED, best.exposed_seconds)
+    needed = best.compute_seconds_for(WANTED)
+    if math.isinf(needed):
+        return (
+            f"Only {best.efficiency:.1%} of the time computes, and a rank is idle for {best.cost.idle:.0%} of it, "
+            "whatever it computes. Take more micro-batches (logical_ranks)."
+        )
     return (
         f"Only {best.efficiency:.1%} of the time computes: {WANTED:.0%} needs {time_text(needed)} of compute a step, "
         f"{needed / best.compute_seconds:.1f} × as much. Take a larger batch, fewer bytes (strategy.compress) or ranks."
@@ -164,5 +171,7 @@ def size_text(count: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Format a time in seconds from 10 s on, else in milliseconds."""
+    """Format a time in seconds from 10 s on, else in milliseconds; an infinite one is "never"."""
+    if math.isinf(seconds):
+        return "never"
     return f"{seconds:.2f} s" if seconds >= 10 else f"{1e3 * seconds:.2f} ms"

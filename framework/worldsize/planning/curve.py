@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, final
 
 from rich.table import Table
 
-from worldsize.cost.collectives import compute_seconds_for
 from worldsize.errors import ConfigError
 from worldsize.planning.advice import WANTED, time_text
 from worldsize.planning.scaling import Point, boundary_text, knees, marginal_text, marginals
@@ -100,7 +99,7 @@ class Curve:
             cells = [str(point.nodes), f"{point.world_size}{' (knee)' if bends else ''}", *times]
             cells += [f"{each.efficiency:.1%}", "█" * round(_BAR * each.efficiency)]
             cells += [marginal_text(further)]
-            needed = time_text(compute_seconds_for(WANTED, each.exposed_seconds))
+            needed = time_text(each.compute_seconds_for(WANTED))
             table.add_row(point.strategy, *cells, needed, style="bold" if bends else None)
         return table
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from worldsize.core import Cost, Workload
-from worldsize.cost.collectives import exposed_seconds
+from worldsize.cost.collectives import compute_seconds_for, exposed_seconds
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,22 @@ class Forecast:
     def efficiency(self) -> float:
         """Fraction of a step that is compute, 0 to 1."""
         return self.compute_seconds / self.step_seconds if self.step_seconds else 1.0
+
+    @property
+    def added_seconds(self) -> float:
+        """Seconds of a step in which a rank computes what the strategy adds to the model, such as encoding."""
+        computed = (self.step_seconds - self.exposed_seconds) * (1 - self.cost.idle)
+        return max(0.0, computed - self.compute_seconds)
+
+    def compute_seconds_for(self, wanted: float) -> float:
+        """Return the compute seconds of a step at which its efficiency is ``wanted``, if what is lost stays.
+
+        Infinite: a rank is idle for a larger share of the time, whatever it computes.
+        """
+        busy = 1 - self.cost.idle
+        if wanted >= busy:
+            return math.inf
+        return compute_seconds_for(wanted / busy, self.added_seconds + busy * self.exposed_seconds)
 
 
 def forecast(cost: Cost, work: Workload, computed: float | None = None) -> Forecast:

@@ -28,6 +28,7 @@ class Attempt(TypedDict):
         pinning: The cores and the memory of each process of the launching host, or why they are not pinned.
         transport: The transports that collectives used; in a gang that heals, those of its last membership.
         memberships: Who trained from which step on, in a gang that heals.
+        lost_host: Its first host, if that was lost and the next attempt began without it.
     """
 
     number: int
@@ -46,3 +47,4 @@ class Attempt(TypedDict):
     pinning: NotRequired[Any]
     transport: NotRequired[Any]
     memberships: NotRequired[Sequence[MembershipRecord]]
+    lost_host: NotRequired[str]

@@ -26,7 +26,7 @@ from worldsize.records.goodput import goodput
 from worldsize.records.lock import is_locked, run_lock
 from worldsize.records.manifest import is_own, read_manifest, write_manifest
 from worldsize.records.run_directory import RunDirectory, is_missing
-from worldsize.world.environments import job_of
+from worldsize.world.environments import job_of, lost_first
 
 if TYPE_CHECKING:  # these import torch, for which those who only look at records do not wait
     from worldsize.core import Outcome
@@ -228,9 +228,11 @@ class RunRecord:
             attempt["job"] = job
         if pinning:
             attempt["pinning"] = pinning
-        self._attempt = attempt
+        self._attempt, earlier = attempt, list(self.attempts)
+        if (lost := lost_first(os.environ)) and earlier and earlier[-1]["exit_reason"] == "killed":
+            earlier[-1] = {**earlier[-1], "lost_host": lost}
         _reserve(self.directory)
-        self._write({**self.manifest, "attempts": [*self.attempts, self._attempt]})
+        self._write({**self.manifest, "attempts": [*earlier, self._attempt]})
         _rewind_metrics(self.directory)  # before anybody follows the file
         self.directory.result.unlink(missing_ok=True)
         return len(self.attempts)

@@ -112,9 +112,9 @@ def _repository(code: Mapping[str, Any], candidates: Sequence[Path], spare: Path
         if _git(spare, "cat-file", "-e", f"{commit}^{{commit}}"):
             return spare
     where = f"nor could it be fetched from {remote}" if remote else "and the run's repository had no remote"
+    looked_in = ", ".join(dict.fromkeys(map(str, candidates)))
     raise WorldsizeError(
-        f"commit {commit} is in no repository here ({', '.join(map(str, candidates))}), {where}. "
-        "Run the command inside a clone that has it."
+        f"commit {commit} is in no repository here ({looked_in}), {where}. Run the command inside a clone that has it."
     )
 
 

@@ -36,14 +36,16 @@ def recipe_fingerprint(recipe: Recipe) -> dict[str, Any]:
     return fingerprint(recipe.files(), recipe.fingerprints())
 
 
-def check_data(original: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+def check_data(
+    original: Mapping[str, Any], present: Mapping[str, Any], *, remedy: str = "Bring that file back"
+) -> None:
     """Raise WorldsizeError with the name of the first file that differs, unless two fingerprints are equal."""
     then, now = original["files"], present["files"]
     for name in sorted(then.keys() | now.keys()):
         if _content(then.get(name)) != _content(now.get(name)):
             raise WorldsizeError(
                 f"the data file {name!r} is not the one that the run learned from: {_described(then.get(name))} then, "
-                f"{_described(now.get(name))} now. Bring that file back; nothing was started."
+                f"{_described(now.get(name))} now. {remedy}; nothing was started."
             )
 
 

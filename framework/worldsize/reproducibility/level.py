@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -119,6 +120,16 @@ def changes_but(changes: Sequence[tuple[str, Any, Any]], ignore: Sequence[str]) 
     return [each for each in changes if not _is_below(each[0], ignore) and (each[1], each[2]) not in accepted]
 
 
+def without_copies(changes: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
+    """Leave out what an interpolation changes along: a key of the same name and values as one that is less deep."""
+    kept: list[tuple[str, Any, Any]] = []
+    for key, then, now in sorted(changes, key=lambda change: change[0].count(".")):
+        of_one_name = (other for other in kept if other[0].rpartition(".")[2] == key.rpartition(".")[2])
+        if not any(other[1:] == (then, now) and other[0].count(".") < key.count(".") for other in of_one_name):
+            kept.append((key, then, now))
+    return sorted(kept, key=lambda change: change[0])
+
+
 def _is_below(key: str, parents: Sequence[str]) -> bool:
     return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
 
@@ -143,6 +154,7 @@ def _machine(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterato
         then, now = _at(original, path), _at(present, path)
         if then != now:
             yield Downgrade("tolerance", f"{what}: {then} then, {now} now")
+    yield from _variables(original["determinism"].get("environment", {}), present["determinism"].get("environment", {}))
     then, now = (manifest["determinism"].get("order", 1) for manifest in (original, present))
     if orders_differ(then, now, original):
         yield Downgrade("tolerance", f"order of samples: {then} then, {now} now")
@@ -158,6 +170,13 @@ def _machine(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterato
             yield Downgrade("tolerance", f"{what}: {then} then, {now} now, and sums depend on it")
 
 
+def _variables(then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[Downgrade]:
+    for name in sorted(then.keys() | now.keys()):
+        before, after = then.get(name, "unset"), now.get(name, "unset")
+        if before != after and not _NO_BITS.fullmatch(name):
+            yield Downgrade("tolerance", f"{name}: {before} then, {after} now")
+
+
 _DECIDES_BITS = {
     "reproducibility": ("determinism", "mode"),
     "Python": ("environment", "python"),
@@ -170,8 +189,12 @@ _DECIDES_BITS = {
     "backend": ("cluster", "backend"),
     "device": ("config", "cluster", "device"),
     "threads a process": ("determinism", "threads_per_process"),
-    "variables": ("determinism", "environment"),
 }
+# environment variables that are recorded and change no bit: where files lie, who runs what, what is logged, and over
+# which interface messages travel
+_NO_BITS = re.compile(
+    r"\w+_CACHE_DIR|SLURM_JOB_ID|SKYPILOT_TASK_ID|NCCL_DEBUG\w*|TORCH_DISTRIBUTED_DEBUG|TORCH_FR_\w+|GLOO_SOCKET_IFNAME"
+)
 
 _DECIDE_BITS = ("cluster.device", "cluster.backend", "cluster.threads", "reproducibility.")
 _DECIDE_SUMS = ("cluster.processes", "strategy.")
@@ -207,4 +230,12 @@ def _code(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[D
         if not is_in_code and (digest := digests.get(plugin["name"])) != plugin["sha256"]:
             yield Downgrade("tolerance", f"files of {plugin['name']}: {plugin['sha256']} then, {digest} now")
     if then["framework"] != now["framework"]:
-        yield Downgrade("tolerance", f"worldsize itself: {then['framework']} then, {now['framework']} now")
+        before, after = _worldsize(then["framework"]), _worldsize(now["framework"])
+        yield Downgrade("tolerance", f"worldsize itself: {before} then, {after} now")
+
+
+def _worldsize(facts: Mapping[str, str | None] | None) -> str:
+    """Name the code of a worldsize that is a clone beside the project; None: it is none, or the project itself."""
+    if facts is None:
+        return "no clone of its own"
+    return f"commit {facts['commit']}" + (f" with the changes {facts['patch_sha256']}" if facts["patch_sha256"] else "")

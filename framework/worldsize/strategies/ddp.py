@@ -88,8 +88,8 @@ class DDP(Strategy):
         if self.reduce == "ordered" and self.compress != "none":
             raise ConfigError(
                 f"strategy.compress={self.compress} {'leaves out' if self._is_sparse else 'rounds off'} other parts of "
-                "sums at each world size, which strategy.reduce=ordered (reproducibility=elastic) forbids. Set one of "
-                "them."
+                "sums at each world size, which strategy.reduce=ordered (reproducibility=elastic) forbids. Set "
+                "strategy.compress=none, or another level."
             )
         if not self.error_feedback and self.compress != "randomk":
             raise ConfigError(

@@ -120,11 +120,11 @@ class Hosts:
         counter = self.on(host, ["cat", "/sys/class/net/eth0/statistics/tx_bytes"])
         return int(subprocess.run(counter, capture_output=True, text=True, check=True).stdout)
 
-    def processes(self, text: str) -> list[int]:
-        """Return the ids of processes on any host whose command line has ``text``."""
+    def processes(self, text: str, host: int | None = None) -> list[int]:
+        """Return the ids of processes on one host, or any, whose command line has ``text``."""
         pids = []
-        for host in range(1, self.count + 1):
-            listed = subprocess.run(["ip", "netns", "pids", f"{self.name}h{host}"], capture_output=True, text=True)
+        for each in [host] if host else range(1, self.count + 1):
+            listed = subprocess.run(["ip", "netns", "pids", f"{self.name}h{each}"], capture_output=True, text=True)
             for pid in map(int, listed.stdout.split()):
                 with suppress(OSError):
                     if text in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):

@@ -7,7 +7,7 @@ import re
 import socket
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import pathsep
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,20 @@ class Placement:
 
 @dataclass(frozen=True)
 class Node:
-    """One of the ``count`` hosts of a run. ``first``: address of the host of rank 0, None if there is only one."""
+    """One of the ``count`` hosts of a run. ``first``: address of the host of rank 0, None if there is only one.
+
+    ``absent``: names of the last hosts, if they are not there when a gang that heals goes on after a loss.
+    """
 
     rank: int = 0
     count: int = 1
     first: str | None = None
+    absent: tuple[str, ...] = ()
+
+    @property
+    def expected(self) -> range:
+        """The ranks of the other hosts that are there."""
+        return range(1, self.count - len(self.absent))
 
 
 def port_of(name: str, attempt: int = 1) -> int:
@@ -163,11 +172,17 @@ def _store(environ: Environ, job: str) -> str:
 # ---------------------------------------------------------------- one host
 
 
-def node(environ: Environ, topology: Topology | None = None, tiers: Mapping[str, int] | None = None) -> Node:
+def node(
+    environ: Environ,
+    topology: Topology | None = None,
+    tiers: Mapping[str, int] | None = None,
+    *,
+    spare_nodes: int = 0,
+) -> Node:
     """Read this host's place from Kubernetes (an indexed job), SkyPilot or Slurm (one task per node).
 
     Otherwise it is the only host. ``WORLDSIZE_NODE_RANK``, ``WORLDSIZE_NODES`` and ``WORLDSIZE_FIRST`` take precedence.
-    Slurm's hosts are ordered by ``topology``, of which they must make the ``tiers``.
+    Slurm's hosts are ordered by ``topology``, of which they must make the ``tiers``, without the last ``spare_nodes``.
 
     Raises:
         ConfigError: variables are missing, are no numbers, or contradict each other or the topology.
@@ -176,7 +191,10 @@ def node(environ: Environ, topology: Topology | None = None, tiers: Mapping[str,
         own = "WORLDSIZE_NODE_RANK" if "WORLDSIZE_NODE_RANK" in environ else "JOB_COMPLETION_INDEX"
         rank, count = _numbers(environ, (own, "WORLDSIZE_NODES"))
         rank += int(environ.get("WORLDSIZE_NODE_OFFSET", "0"))  # of hosts whose job counts them from 0
-        return _noded(rank, count, environ.get("WORLDSIZE_FIRST"))
+        absent = tuple(filter(None, environ.get("WORLDSIZE_ABSENT", "").split(",")))
+        if len(absent) >= count:
+            raise ConfigError(f"WORLDSIZE_ABSENT names {len(absent)} of {count} nodes, and one must be there.")
+        return replace(_noded(rank, count, environ.get("WORLDSIZE_FIRST")), absent=absent)
     if "SKYPILOT_NODE_RANK" in environ:
         rank, count = _numbers(environ, ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"))
         hosts = environ.get("SKYPILOT_NODE_IPS", "").split()
@@ -192,7 +210,7 @@ def node(environ: Environ, topology: Topology | None = None, tiers: Mapping[str,
             )
         if topology is not None and count > 1:
             hosts = topology.ordered(expanded(environ["SLURM_STEP_NODELIST"]))
-            topology.check(hosts, tiers or {})
+            topology.check(hosts[: count - spare_nodes], tiers or {})
             return _noded(hosts.index(host_name(environ)), count, hosts[0])
         return _noded(rank, count, _first_of_slurm(environ))
     return Node()
@@ -247,6 +265,11 @@ def job_of(environ: Environ) -> dict[str, Any] | None:
 def host_name(environ: Environ) -> str:
     """Return the name by which the scheduler knows this host."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def lost_first(environ: Environ) -> str | None:
+    """Return the name of the first host of the attempt before, if it was lost and another one leads instead."""
+    return environ.get("WORLDSIZE_LOST_FIRST") or None
 
 
 def image_of(environ: Environ) -> str | None:

@@ -31,6 +31,12 @@ def together_of(roles: Mapping[str, Role]) -> int:
     return max(role.together for role in roles.values())
 
 
+def fewest(roles: Mapping[str, Role]) -> int:
+    """Return the least number of processes, in whole blocks, with which a gang that heals goes on."""
+    healing = [role for role in roles.values() if role.restart == "heal"]
+    return max(-(-(role.min_processes or 1) // role.block) * role.block for role in healing)
+
+
 def role_of(global_rank: int, roles: Mapping[str, Role]) -> tuple[str, int]:
     """Return the role of a process and its rank in that role.
 

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, product, zip_longest
+from itertools import chain, count, product, takewhile, zip_longest
 from pathlib import Path
 from typing import Any, final
 
@@ -98,12 +98,19 @@ class Topology:
 
     def check(self, hosts: Sequence[str], tiers: Mapping[str, int]) -> None:
         """Raise ConfigError unless the switches above ``hosts``, which are in order, make these ``tiers``."""
-        sizes = self.sizes(hosts)
-        if missing := [f"{name}={count}" for name, count in tiers.items() if count not in sizes]:
+        sizes, around = self.sizes(hosts), self._hosts_around(hosts)
+        fitting = {name for name, count in tiers.items() if count in sizes or (around and around <= count)}
+        if missing := [f"{name}={count}" for name, count in tiers.items() if name not in fitting]:
             raise ConfigError(
                 f"cluster.tiers.{missing[0]}: by cluster.topology the switches above these {len(hosts)} hosts have "
                 f"{' and '.join(map(str, sizes)) or 'no equal number'} of them each. Set that, or choose other hosts."
             )
+
+    def _hosts_around(self, hosts: Sequence[str]) -> int | None:
+        """Return how many hosts are below the innermost switch above all of ``hosts``; None if there is none."""
+        paths = [self._path(host) for host in hosts]
+        depth = sum(1 for _ in takewhile(lambda names: len({*names}) == 1, zip(*paths, strict=False)))
+        return sum(path[:depth] == paths[0][:depth] for path in self.paths.values()) if depth else None
 
     def _path(self, host: str) -> tuple[str, ...]:
         name = host.rpartition("@")[2]

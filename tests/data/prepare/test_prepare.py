@@ -265,4 +265,5 @@ def test_the_command_says_what_it_made_and_refuses_with_a_remedy(
     monkeypatch.setattr(sys, "argv", ["worldsize prepare", str(corpus / "a.json"), "-o", str(tmp_path / "other")])
     with pytest.raises(SystemExit):
         command.main()
-    assert "a.json does not exist; did you mean 'a.jsonl'?" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"{corpus / 'a.json'} does not exist; did you mean 'a.jsonl'?")
+    assert not (tmp_path / "other").exists()

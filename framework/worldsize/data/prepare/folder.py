@@ -66,12 +66,12 @@ class Preparation:
             ConfigError: the folder has other shards, or an input or the tokenizer is not there.
             WorldsizeError: a document cannot be read, or another process prepares the folder.
         """
+        encoder, files = self.tokenizer.encoder(), input_files(self.inputs)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{folder} cannot be made: {error.strerror}. Name another folder.") from None
         with _locked(folder):
-            encoder, files = self.tokenizer.encoder(), input_files(self.inputs)
             with _pool(processes, self.tokenizer) as pool:
                 digests = dict(zip(files, pool.map(sha256_of, files.values()), strict=True))
                 request = self._request(encoder, files, digests)

@@ -64,7 +64,7 @@ def input_files(inputs: Sequence[Path]) -> dict[str, Path]:
     named: dict[str, Path] = {}
     for given in inputs:
         if not given.exists():
-            known = [path.name for path in given.parent.iterdir()] if given.parent.is_dir() else []
+            known = [path.name for path in given.parent.glob("[!.]*")]
             raise ConfigError(f"{given} does not exist{neighbours(given.name, known)}")
         below = [path for path in given.rglob("*") if path.is_file()] if given.is_dir() else [given]
         for path in below:

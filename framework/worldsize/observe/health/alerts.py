@@ -69,4 +69,4 @@ def _largest(row: HealthRow) -> str:
     if not row["resident"]:
         return ""
     rank, size = max(row["resident"].items(), key=lambda each: each[1])
-    return f"most of all ranks holds rank {rank}, {size / 1e9:.2f} GB"
+    return f"of its ranks, {rank} holds most: {size / 1e9:.2f} GB"

@@ -113,7 +113,8 @@ def _of_attempts(record: Record, spans: list[tuple[float, float]]) -> Iterator[F
 def _ending(attempt: Attempt) -> str:
     step = f" after step {attempt['steps'][1]}" if attempt["steps"] else ""
     code = "" if attempt["exit_code"] in (0, None) else f" (exit code {attempt['exit_code']})"
-    return f"{attempt['exit_reason']}{step}{code}"
+    lost = f", since its first host, {attempt['lost_host']}, was lost" if "lost_host" in attempt else ""
+    return f"{attempt['exit_reason']}{step}{code}{lost}"
 
 
 def _of_events(events: Iterable[Line]) -> Iterator[Fact]:

@@ -106,11 +106,11 @@ def check_tensor(layout: Layout, cluster: Cluster) -> None:
 def check_heals(layout: Layout, cluster: Cluster) -> None:
     """Raise ConfigError if ranks that share layers would end up on different nodes when others are lost."""
     is_fixed = layout.order.index("tensor") < layout.order.index("data")
-    if cluster.nodes > 1 and layout.tensor > 1 and not is_fixed:
+    if cluster.all_nodes > 1 and layout.tensor > 1 and not is_fixed:
         raise ConfigError(
             f"strategy.on_failure=heal: with strategy.order=[{', '.join(layout.order)}] the ranks that share layers "
             "are as far apart as there are parts of the data, which change when one dies: on "
-            f"{cluster.nodes} nodes they would end up on different ones. Name tensor before data in strategy.order."
+            f"{cluster.all_nodes} nodes they would end up on different ones. Name tensor before data in strategy.order."
         )
 
 

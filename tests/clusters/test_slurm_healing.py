@@ -1,0 +1,67 @@
+"""Under a real Slurm, a run that heals goes on after the loss of any of its nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clusters import slurm as real
+from tests.clusters.test_slurm import DIGITS, job_of, logs, manifest, reasons, state_digest, taken_out
+
+SLOW = "faults=[{action: sleep, rank: null, step: null, seconds: 0.1, attempt: null}]"
+pytestmark = pytest.mark.slow
+HEAL = ("+cluster=slurm", "log_every=1", "strategy.on_failure=heal", "cluster.nodes=2", "launcher.node_timeout=6", SLOW)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real.Slurm]:
+    """Slurm with three nodes."""
+    if why := real.missing():
+        pytest.skip(why)
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    with real.running(tmp_path_factory.mktemp("three"), port=17_050 + 100 * number, nodes=3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def undisturbed(reference_run: Any) -> Callable[..., str]:
+    """``undisturbed("steps=60")`` is the digest of four processes on this machine that nobody disturbs."""
+    return lambda *options: state_digest(reference_run(*DIGITS, *options, "cluster.processes=4").folder)
+
+
+def test_a_spare_node_takes_the_place_of_one_that_is_taken_out(
+    three: real.Slurm, train: Any, undisturbed: Callable[..., str], begun: Any, warm_python: Path
+) -> None:
+    own = (f"launcher.python={warm_python}", "cluster.processes_per_node=2", "cluster.spare_nodes=1")
+    run = train(*DIGITS, *HEAL, *own, "steps=60", "checkpoint.every=0", **three.environment)
+    assert "#SBATCH --nodes=3\n" in (run.folder / "slurm.sh").read_text()
+    begun(run.folder, after=20)
+    with taken_out(three, "127.0.0.2"):
+        three.wait_for(job_of(run.folder), "COMPLETED")
+    assert reasons(run.folder) == ["completed"], logs(run.folder)
+    memberships = manifest(run.folder)["attempts"][0]["memberships"]
+    assert [each["members"] for each in memberships] == [[0, 1, 2, 3], [0, 1, 4, 5]]
+    assert state_digest(run.folder) == undisturbed("steps=60")
+
+
+def test_a_run_whose_first_node_dies_is_queued_again_by_another_and_goes_on_from_its_checkpoint(
+    three: real.Slurm, train: Any, undisturbed: Callable[..., str], begun: Any, warm_python: Path
+) -> None:
+    """The job's script dies with the node, and Slurm alone would leave the job to the others until its time is over."""
+    own = (f"launcher.python={warm_python}", "cluster.processes_per_node=2", "cluster.spare_nodes=1")
+    run = train(*DIGITS, *HEAL, *own, "steps=80", **three.environment)
+    begun(run.folder, after=25)
+    three.kill("127.0.0.1")
+    three.wait_for(job_of(run.folder), "PENDING", "REQUEUED")
+    assert (run.folder / "logs" / f"code_{job_of(run.folder)}_0.lost").exists()
+    three.start("127.0.0.1")  # it is repaired; the job needs three nodes
+    three.wait_for(job_of(run.folder), "COMPLETED", seconds=300)
+    first, second = manifest(run.folder)["attempts"]
+    assert (first["exit_reason"], second["exit_reason"]) == ("killed", "completed"), logs(run.folder)
+    assert second["steps"][0] >= 20
+    assert second["job"]["requeues"] == 1
+    assert state_digest(run.folder) == undisturbed("steps=80")

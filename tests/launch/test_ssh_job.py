@@ -1,0 +1,89 @@
+"""The launching machine lets another host lead when the first is lost, and only then."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.observe.run_folders import attempt, write_run
+from worldsize.launch.ssh_job import Lineup, SshAgent, Succession
+from worldsize.records.run_directory import RunDirectory
+
+HOSTS = Lineup(("a", "b", "c", "d"))
+LOST = 255  # what ssh exits with
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> RunDirectory:
+    """A run whose last attempt has left no end."""
+    return RunDirectory(write_run(tmp_path / "run", steps=1, attempts=[attempt(1, steps=(0, 1), reason="killed")]))
+
+
+def succession(run: RunDirectory, answering: set[str], *, least: int = 2, most: int = 1) -> Succession:
+    return Succession(run, lambda _: answering, lambda hosts: hosts >= least, 0.0, 0.0, most)
+
+
+def test_those_that_answer_come_first_and_the_lost_one_last() -> None:
+    assert HOSTS.without_first({"b", "d"}) == Lineup(("b", "d", "c", "a"), 2, "a")
+    assert HOSTS.without_first({"a", "b", "c", "d"}) == Lineup(("b", "c", "d", "a"), 0, "a")
+    assert HOSTS.without_first({"a", "c"}).hosts == ("c", "a", "b", "d")
+
+
+def test_others_go_on_as_often_as_they_may(killed: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    often = succession(killed, {"b", "c", "d"}, most=2)
+    second = often.next(HOSTS, LOST, [])
+    assert second is not None
+    assert second == Lineup(("b", "c", "d", "a"), 1, "a")
+    assert "starting again without a, on b, c, d (1 of 2)" in caplog.text
+    third = often.next(second, LOST, [])
+    assert third is not None
+    assert third == Lineup(("c", "d", "b", "a"), 1, "b")
+    assert often.next(third, LOST, []) is None
+    assert "the first host, c, is lost, and launcher.max_restarts=2" in caplog.text
+
+
+def test_a_run_that_has_ended_or_that_too_few_could_go_on_with_does_not_begin_again(
+    killed: RunDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert succession(killed, {"b", "c"}).next(HOSTS, 1, []) is None
+    done = RunDirectory(write_run(tmp_path / "done", steps=1))
+    assert succession(done, {"b", "c"}).next(HOSTS, LOST, []) is None
+    assert not caplog.text
+    assert succession(killed, {"b"}).next(HOSTS, LOST, []) is None
+    assert "too few hosts answer to go on without a: b" in caplog.text
+    assert succession(killed, {"b", "c"}).next(HOSTS, LOST, [signal.SIGTERM]) is None
+    signals = list[int]()
+
+    def answers(hosts: tuple[str, ...]) -> set[str]:
+        signals.append(signal.SIGTERM)  # it comes while the hosts are asked
+        return set(hosts)
+
+    asked = Succession(killed, answers, lambda hosts: hosts > 0, 0.0, 600.0, 1)
+    assert asked.next(HOSTS, LOST, signals) is None
+
+
+@pytest.fixture
+def echo() -> Iterator[SshAgent]:
+    """An agent that says what it is told."""
+    words = [sys.executable, "-S", "-c", "import sys; sys.stdout.write(sys.stdin.read())"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield SshAgent("a", process)
+
+
+def test_the_first_host_is_told_to_end_if_it_hears_nothing_only_where_another_may_lead(
+    killed: RunDirectory, echo: SshAgent
+) -> None:
+    never, once = succession(killed, set(), most=0), succession(killed, set(), most=1)
+    never.silence, once.silence = 8.0, 9.0
+    for _ in range(3):  # at once, and then not sooner than after an eighth
+        never.tell(echo)
+        once.tell(echo)
+    echo.let_go()
+    assert echo.process.stdout is not None
+    assert [*map(json.loads, echo.process.stdout)] == [{"within": 4.5}]
