@@ -180,7 +180,7 @@ def test_advice_names_what_is_too_large_and_how_to_change_the_rate_for_a_larger_
 
 @pytest.mark.parametrize(("hosts", "expected"), [("a,b", "rack"), ("a,b,c,d", "network")])
 def test_hosts_that_are_all_in_one_rack_have_its_measured_link(hosts: str, expected: str) -> None:
-    """What doctor measured between racks is no link of theirs."""
+    """The link that doctor measured between racks is not theirs."""
     measured = {"node": Link(10e9, 0.0), "rack": Link(2e9, 1e-5), "network": Link(0.5e9, 1e-4)}
     words = ["recipe=digits", "+cluster=ssh", f"cluster.hosts=[{hosts}]", "+cluster.tiers.rack=2"]
     seen = Predictor(Given(links=measured)).cluster(settings_of(compose_only(words)))
