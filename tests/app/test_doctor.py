@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from worldsize.app import doctor
+from worldsize.config.compose import compose_only
+from worldsize.config.composed import settings_of
 from worldsize.core import Cluster
 from worldsize.driver import examine
 from worldsize.planning.doctor.findings import write_facts
@@ -51,3 +53,15 @@ def test_a_report_that_cannot_be_written_is_in_the_hosts_output(
     assert report is not None
     assert not report.ok
     assert "worldsize doctor" in shown.splitlines()[0]
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [("a,b,c,d,e", {}), ("a,b,c,d,e,f", {"rack": 2})])
+def test_spare_nodes_are_examined_also_if_racks_do_not_divide_them(hosts: str, expected: dict[str, int]) -> None:
+    spare = len(hosts.split(",")) - 4
+    words = ["recipe=digits", "+cluster=ssh", f"cluster.hosts=[{hosts}]", f"cluster.spare_nodes={spare}"]
+    cfg = compose_only([*words, "+cluster.tiers.rack=2", "strategy.on_failure=heal"])
+    settings = settings_of(cfg)
+    assert settings.cluster.tiers == {"rack": 2}, "four of them train"
+    doctor._let_spares_take_part(cfg, settings)
+    examined = settings_of(cfg).cluster
+    assert (examined.nodes, examined.spare_nodes, examined.tiers) == (4 + spare, 0, expected)
