@@ -63,5 +63,6 @@ def test_spare_nodes_are_examined_also_if_racks_do_not_divide_them(hosts: str, e
     settings = settings_of(cfg)
     assert settings.cluster.tiers == {"rack": 2}, "four of them train"
     doctor._let_spares_take_part(cfg, settings)
+    doctor._alter(cfg, doctor.Examination())
     examined = settings_of(cfg).cluster
     assert (examined.nodes, examined.spare_nodes, examined.tiers) == (4 + spare, 0, expected)
