@@ -66,3 +66,14 @@ def test_spare_nodes_are_examined_also_if_racks_do_not_divide_them(hosts: str, e
     doctor._alter(cfg, doctor.Examination())
     examined = settings_of(cfg).cluster
     assert (examined.nodes, examined.spare_nodes, examined.tiers) == (4 + spare, 0, expected)
+
+
+def test_spare_nodes_are_examined_also_if_the_strategy_could_not_train_on_as_many() -> None:
+    spares = ["cluster.spare_nodes=1", "cluster.spares=1"]
+    words = ["recipe=stdlib_lm", "+cluster=ssh", "cluster.hosts=[a,b,c,d,e]", *spares]
+    cfg = compose_only([*words, "strategy=mesh", "strategy.pipeline=2", "strategy.on_failure=heal"])
+    doctor._let_spares_take_part(cfg, settings_of(cfg))
+    doctor._alter(cfg, doctor.Examination())
+    settings = settings_of(cfg)
+    assert settings.roles["worker"].processes == 5
+    assert settings.cluster.spares == 0, "it would be started, and have no part"

@@ -113,7 +113,7 @@ def _let_spares_take_part(cfg: DictConfig, settings: Settings) -> None:
 def _alter(cfg: DictConfig, options: Examination) -> None:
     """Change the configuration so that a run examines its cluster instead of training."""
     cfg.run.examine = "pairs" if options.pairs else "tiers"
-    cfg.cluster.timeout = options.patience
+    cfg.cluster.timeout, cfg.cluster.spares = options.patience, 0  # nobody is replaced
     cfg.logger, cfg.listeners, cfg.faults = None, {}, []
     changes: dict[str, float] = {"wait": True, "terminal_logs": False, "agents": True}
     changes |= dict.fromkeys(("max_restarts", "max_requeues", "pod_restarts", "restarts_on_errors"), 0)
