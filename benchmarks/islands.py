@@ -1,6 +1,7 @@
-"""Compare sums of gradients over one, two and three tiers: four hosts in two racks with a slow uplink.
+"""Compare what crosses the slow uplinks of two racks of two hosts: sums over tiers, and meshes by the order of axes.
 
-uv run python benchmarks/islands.py 400 50      # hosts at 400 Mbit/s, the uplink of a rack at 50 (root; namespaces)
+uv run python benchmarks/islands.py sums 400 50    # hosts at 400 Mbit/s, the uplink of a rack at 50 (root; namespaces)
+uv run python benchmarks/islands.py orders 400 40
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,42 +30,63 @@ WAYS = {
     "two tiers: nodes, network": (BY_TIER, ORDERED),
     "three tiers: nodes, racks, network": (BY_TIER, MIXED, "cluster.topology={topology}"),
 }
+STAGES = ("recipe=stdlib_lm", "recipe.depth=4", "recipe.context=64", "strategy=mesh", "strategy.pipeline=2")
+ORDERS = ("[tensor,data,pipeline]", "[tensor,pipeline,data]")
 SHORT, LONG = 3, 9  # steps; the difference in bytes is that of steps alone
 
 
-def main(megabits: int, uplink: int) -> None:
+def sums(megabits: int, uplink: int) -> None:
     size = 4 * sum(parameter.numel() for parameter in gpt().parameters())  # bytes
     title = f"{size / 1e6:.1f} MB of gradients, 2 racks x 2 hosts x 2 ranks, {megabits} and {uplink} Mbit/s"
     drawn = Table("", "a rack sends a step", "to M", "step, s", "flat to it", title=title)
     flat = 0.0
-    with tempfile.TemporaryDirectory() as name, running(Path(name), name="bench", count=4, racks=2) as hosts:
+    with racks(megabits, uplink) as (hosts, python), tempfile.TemporaryDirectory() as name:
         topology = Path(name, "topology.conf")
         topology.write_text("SwitchName=a Nodes=h[1-2]\nSwitchName=b Nodes=h[3-4]\nSwitchName=core Switches=a,b\n")
-        hosts.shape(f"{megabits}mbit")
-        hosts.shape_uplinks(f"{uplink}mbit")
-        with warm_python(Path(name)) as python:
-            for way, options in WAYS.items():
-                sent, seconds = measured(hosts, [each.format(topology=topology) for each in options], python)
-                flat = seconds if way == "flat" else flat
-                faster = f"{flat / seconds:.2f} ×" if flat else ""
-                drawn.add_row(way, f"{sent / 1e6:.2f} MB", f"{sent / size:.2f}", f"{seconds:.2f}", faster)
+        for way, options in WAYS.items():
+            own = [each.format(topology=topology) for each in options]
+            sent, seconds = measured(hosts, [*MODEL, BUCKETS, *own, "cluster.processes_per_node=2"], 8, python)
+            flat = seconds if way == "flat" else flat
+            faster = f"{flat / seconds:.2f} ×" if flat else ""
+            drawn.add_row(way, f"{sent / 1e6:.2f} MB", f"{sent / size:.2f}", f"{seconds:.2f}", faster)
     Console(width=120).print(drawn)
 
 
-def measured(hosts: Hosts, options: list[str], python: Path) -> tuple[float, float]:
-    """Return the bytes that the second rack sends in a step, and a step's median seconds."""
-    short, _ = _run(hosts, options, SHORT, python)
-    long, seconds = _run(hosts, options, LONG, python)
+def orders(megabits: int, uplink: int) -> None:
+    title = f"4 blocks, 8 micro-batches of 4, 2 racks x 2 hosts, {megabits} and {uplink} Mbit/s"
+    drawn = Table("width", "strategy.order", "a rack sends a step", "step, s", title=title)
+    with racks(megabits, uplink) as (hosts, python):
+        for width in (64, 128):
+            for order in ORDERS:
+                own = (f"recipe.width={width}", f"strategy.order={order}", "strategy.micro_batches=8")
+                sent, seconds = measured(hosts, [*STAGES, *own], 64, python)
+                drawn.add_row(str(width), order.replace("[", "\\["), f"{sent / 1e6:.2f} MB", f"{seconds:.2f}")
+    Console(width=120).print(drawn)
+
+
+@contextmanager
+def racks(megabits: int, uplink: int) -> Iterator[tuple[Hosts, Path]]:
+    """Yield four hosts in two racks, and a Python that starts on them without delay."""
+    with tempfile.TemporaryDirectory() as name, running(Path(name), name="bench", count=4, racks=2) as hosts:
+        hosts.shape(f"{megabits}mbit")
+        hosts.shape_uplinks(f"{uplink}mbit")
+        with warm_python(Path(name)) as python:
+            yield hosts, python
+
+
+def measured(hosts: Hosts, options: list[str], batch: int, python: Path) -> tuple[float, float]:
+    """Return the bytes that the second rack sends in a step of ``batch`` samples, and a step's median seconds."""
+    short, _ = _run(hosts, options, batch, SHORT, python)
+    long, seconds = _run(hosts, options, batch, LONG, python)
     return (long - short) / (LONG - SHORT), seconds
 
 
-def _run(hosts: Hosts, options: list[str], steps: int, python: Path) -> tuple[int, float]:
+def _run(hosts: Hosts, options: list[str], batch: int, steps: int, python: Path) -> tuple[int, float]:
     before = hosts.crossed(1)
-    words = (*MODEL, "batch_size=8", BUCKETS, *options, "cluster.processes_per_node=2", f"steps={steps}", "log_every=1")
-    logged = trained_on(hosts, *words, python=python)
-    return hosts.crossed(1) - before, statistics.median(8 / line["samples_per_second"] for line in logged[2:])
+    logged = trained_on(hosts, *options, f"batch_size={batch}", f"steps={steps}", "log_every=1", python=python)
+    return hosts.crossed(1) - before, statistics.median(batch / line["samples_per_second"] for line in logged[2:])
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(*map(int, sys.argv[1:]))
+    {"sums": sums, "orders": orders}[sys.argv[1]](*map(int, sys.argv[2:]))

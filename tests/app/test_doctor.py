@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from worldsize.app import doctor
+from worldsize.config.compose import compose_only
+from worldsize.config.composed import settings_of
 from worldsize.core import Cluster
 from worldsize.driver import examine
 from worldsize.planning.doctor.findings import write_facts
@@ -51,3 +53,27 @@ def test_a_report_that_cannot_be_written_is_in_the_hosts_output(
     assert report is not None
     assert not report.ok
     assert "worldsize doctor" in shown.splitlines()[0]
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [("a,b,c,d,e", {}), ("a,b,c,d,e,f", {"rack": 2})])
+def test_spare_nodes_are_examined_also_if_racks_do_not_divide_them(hosts: str, expected: dict[str, int]) -> None:
+    spare = len(hosts.split(",")) - 4
+    words = ["recipe=digits", "+cluster=ssh", f"cluster.hosts=[{hosts}]", f"cluster.spare_nodes={spare}"]
+    cfg = compose_only([*words, "+cluster.tiers.rack=2", "strategy.on_failure=heal"])
+    settings = settings_of(cfg)
+    assert settings.cluster.tiers == {"rack": 2}, "four of them train"
+    doctor._let_spares_take_part(cfg, settings)
+    doctor._alter(cfg, doctor.Examination())
+    examined = settings_of(cfg).cluster
+    assert (examined.nodes, examined.spare_nodes, examined.tiers) == (4 + spare, 0, expected)
+
+
+def test_spare_nodes_are_examined_also_if_the_strategy_could_not_train_on_as_many() -> None:
+    spares = ["cluster.spare_nodes=1", "cluster.spares=1"]
+    words = ["recipe=stdlib_lm", "+cluster=ssh", "cluster.hosts=[a,b,c,d,e]", *spares]
+    cfg = compose_only([*words, "strategy=mesh", "strategy.pipeline=2", "strategy.on_failure=heal"])
+    doctor._let_spares_take_part(cfg, settings_of(cfg))
+    doctor._alter(cfg, doctor.Examination())
+    settings = settings_of(cfg)
+    assert settings.roles["worker"].processes == 5
+    assert settings.cluster.spares == 0, "it would be started, and have no part"

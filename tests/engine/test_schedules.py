@@ -64,14 +64,13 @@ def test_after_the_last_step_the_rate_stays_where_it_is_or_falls(name: str) -> N
     assert last >= beyond >= later >= 0
 
 
-@pytest.mark.parametrize("schedule", ["linear", "inverse_sqrt", "warmup_stable_decay"])
-def test_a_run_that_is_resumed_has_the_rates_of_one_that_is_not(train: Any, schedule: str) -> None:
+def test_a_run_that_is_resumed_has_the_rates_of_one_that_is_not(train: Any) -> None:
     options = (
         "recipe=digits",
         "recipe.width=4",
         "steps=12",
         "log_every=1",
-        f"schedule={schedule}",
+        "schedule=warmup_stable_decay",  # all follow from the number of the step in the same way
         "checkpoint.every=5",
     )
     undisturbed = train(*options, "run.name=whole")

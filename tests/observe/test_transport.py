@@ -55,6 +55,8 @@ def test_sockets_where_the_cluster_declares_a_fabric_give_a_warning() -> None:
     assert warning is not None
     assert "plain sockets on eth0, but the cluster declares 12.5 GB/s" in warning
     assert transport_warning(ethernet, slow) is None
+    racks = replace(slow, nodes=4, tiers={"rack": 2}, links={**slow.links, "rack": Link(50e9, 3e-6)})
+    assert "the cluster declares 50 GB/s" in (transport_warning(ethernet, racks) or "")
     assert (
         transport_warning({"backend": "nccl", **connections_of(parse_nccl(FABRIC)), "ranks": {"ib": 16}}, fast) is None
     )

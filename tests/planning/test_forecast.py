@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from worldsize.config.compose import compose_only
+from worldsize.config.composed import settings_of
 from worldsize.core import Cluster, ConfigError, Cost, Link, Workload
 from worldsize.cost.cluster import served_bytes
 from worldsize.planning.advice import best_text, retuning_text, unfit
 from worldsize.planning.forecast import Forecast, accumulated, forecast
+from worldsize.planning.predictor import Given, Predictor
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
@@ -173,3 +176,13 @@ def test_advice_names_what_is_too_large_and_how_to_change_the_rate_for_a_larger_
     assert unfit(made(1.0), None) is None
     assert retuning_text(64, 64, 0.1, "runs/x") is None
     assert "start at 4 × with SGD, 2 × with Adam; lr=0.1 is set" in (retuning_text(64, 256, 0.1, "runs/x") or "")
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [("a,b", "rack"), ("a,b,c,d", "network")])
+def test_hosts_that_are_all_in_one_rack_have_its_measured_link(hosts: str, expected: str) -> None:
+    """The link that doctor measured between racks is not theirs."""
+    measured = {"node": Link(10e9, 0.0), "rack": Link(2e9, 1e-5), "network": Link(0.5e9, 1e-4)}
+    words = ["recipe=digits", "+cluster=ssh", f"cluster.hosts=[{hosts}]", "+cluster.tiers.rack=2"]
+    seen = Predictor(Given(links=measured)).cluster(settings_of(compose_only(words)))
+    assert seen.links["network"] == measured[expected]
+    assert seen.links["device"] == settings_of(compose_only(words)).cluster.links["device"]  # not measured

@@ -60,7 +60,7 @@ def test_shards_of_micro_batches_add_up_to_the_same_bits_at_every_world_size(tra
     """Each of 24 logical ranks has another rank's work at another world size, and 6 nodes are no power of two."""
     lengths = (*DIGITS, "logical_ranks=24", "batch_size=48")
     alone = digests(train, *lengths, "strategy=single", "cluster.processes=1")
-    for size, shard in ((2, "all"), (4, "2"), (8, "all")):
+    for size, shard in ((4, "2"), (8, "all")):
         sharded = ("strategy=fsdp", "strategy.accumulate=sharded", f"strategy.shard={shard}")
         assert digests(train, *lengths, *sharded, f"cluster.processes={size}") == alone
 

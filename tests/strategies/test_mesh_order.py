@@ -17,7 +17,7 @@ from tests.strategies.test_mesh import Losses, built, loaded, reference, save, s
 from worldsize.config.compose import compose_only
 from worldsize.config.composed import settings_of
 from worldsize.core import Cluster, ConfigError, Link, Strategy, Workload, World
-from worldsize.cost.cluster import levels, spanned
+from worldsize.cost.cluster import leaving, levels, spanned
 from worldsize.cost.crossings import axis_tiers, crossings_text
 from worldsize.driver.execute import _show
 from worldsize.strategies.ddp import DDP
@@ -112,20 +112,28 @@ def test_a_checkpoint_of_one_order_goes_on_in_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [ORDER, SWAPPED, STAGES_INSIDE, ("data", "pipeline", "tensor")], ids="-".join)
-@pytest.mark.parametrize("tiers", [{}, {"rack": 2}, {"rack": 2, "pod": 4}], ids=str)
-def test_rings_of_an_axis_share_the_links_that_they_cross(order: Sequence[str], tiers: dict[str, int]) -> None:
-    """Count the edges of all rings that leave each node, rack or pod."""
-    cluster = replace(racks(8, 32, tiers), links={**LINKS, "pod": Link(1e9, 0.0)})
-    layout = Layout(4, 4, 2, order)
+@pytest.mark.parametrize(
+    ("nodes", "tiers"), [(8, {}), (8, {"rack": 2}), (8, {"rack": 2, "pod": 4}), (12, {"rack": 2, "pod": 6})], ids=str
+)
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (3, 4), (6, 1)], ids=str)
+def test_rings_of_an_axis_share_the_links_that_they_cross(
+    order: Sequence[str], nodes: int, tiers: dict[str, int], sizes: tuple[int, int]
+) -> None:
+    """Count the edges of all rings that leave each node, rack or pod, also of rings that begin within one."""
+    pipeline, tensor = sizes
+    cluster = replace(racks(nodes, 12 * nodes, tiers), links={**LINKS, "pod": Link(1e9, 0.0)})
+    layout = Layout(pipeline, 12 * nodes // (pipeline * tensor), tensor, order)
     for axis, rings in layout.groups().items():
-        edges = [edge for ring in rings for edge in pairwise([*ring, ring[0]])]
+        edges = [edge for ring in rings for edge in pairwise([*ring, ring[0]]) if len(ring) > 1]
+        hosts = Counter(source // 12 for source, to in edges if source // 12 != to // 12)
+        assert leaving(cluster, len(rings[0]), layout.strides[axis]) == max(hosts.values(), default=0), axis
         slowest = LINKS["node"].bandwidth
         for level in levels(cluster):
-            leaving = Counter(
+            crossing = Counter(
                 source // level.ranks for source, to in edges if source // level.ranks != to // level.ranks
             )
-            if leaving and level.name != "node":
-                slowest = min(slowest, cluster.links[level.name].bandwidth / max(leaving.values()))
+            if crossing and level.name != "node":
+                slowest = min(slowest, cluster.links[level.name].bandwidth / max(crossing.values()))
         assert spanned(cluster, len(rings[0]), layout.strides[axis]).bandwidth == pytest.approx(slowest), axis
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from worldsize.core import BatchLauncher, Job, Plan
     from worldsize.planning.doctor.report import Report
     from worldsize.records.run_directory import RunDirectory
+
+_logger = logging.getLogger(__name__)
 
 _POLL, _LOGS = 0.5, 300.0  # seconds between two looks for a report; seconds in which a job's log is shown
 
@@ -73,10 +76,8 @@ def _examine(cfg: DictConfig, options: Examination) -> int:
         raise ConfigError(
             f"{options.report} cannot be written: its folder is missing or read-only. Name another file after --json."
         )
-    cluster = settings_of(deepcopy(cfg)).cluster  # refuses what is typed wrong, also where an examination has its own
-    if cluster.spare_nodes:  # examined like the others
-        cfg.cluster.nodes, cfg.cluster.spare_nodes = cluster.all_nodes, 0
-        cfg.cluster.processes, cfg.cluster.processes_per_node = None, cluster.processes_per_node
+    # refuses what is typed wrong, also where an examination has its own
+    _let_spares_take_part(cfg, settings_of(deepcopy(cfg)))
     _alter(cfg, options)
     settings = settings_of(cfg)
     report, folder = _report(settings, Path(cfg.run.root))
@@ -91,10 +92,28 @@ def _examine(cfg: DictConfig, options: Examination) -> int:
     return 0 if report.ok else 1
 
 
+def _let_spares_take_part(cfg: DictConfig, settings: Settings) -> None:
+    """Let spare nodes, if there are any, be examined like the others; tiers that then do not divide are left out."""
+    cluster = settings.cluster
+    if not cluster.spare_nodes:
+        return
+    count, tiers = cluster.all_nodes, settings.config["cluster"]["tiers"]
+    if uneven := [name for name, nodes in tiers.items() if nodes < count and count % nodes]:
+        _logger.warning(
+            "the %d hosts, with the spare ones, are no whole number of units of %s (cluster.tiers), whose links are "
+            "not told apart. Leave out the spare ones to measure these.",
+            count,
+            " and ".join(uneven),
+        )
+    cfg.cluster.tiers = {name: given for name, given in cfg.cluster.tiers.items() if name not in uneven}
+    cfg.cluster.nodes, cfg.cluster.spare_nodes = count, 0
+    cfg.cluster.processes, cfg.cluster.processes_per_node = None, cluster.processes_per_node
+
+
 def _alter(cfg: DictConfig, options: Examination) -> None:
     """Change the configuration so that a run examines its cluster instead of training."""
     cfg.run.examine = "pairs" if options.pairs else "tiers"
-    cfg.cluster.timeout = options.patience
+    cfg.cluster.timeout, cfg.cluster.spares = options.patience, 0  # nobody is replaced
     cfg.logger, cfg.listeners, cfg.faults = None, {}, []
     changes: dict[str, float] = {"wait": True, "terminal_logs": False, "agents": True}
     changes |= dict.fromkeys(("max_restarts", "max_requeues", "pod_restarts", "restarts_on_errors"), 0)

@@ -45,6 +45,11 @@ def cluster_of(node: Mapping[str, Any], threads: int | None) -> Cluster:
     )
 
 
+def tier_around(node: Mapping[str, Any]) -> str:
+    """Return the innermost tier of which one unit has all nodes of ``node``: its link is their network; "": none."""
+    return _tiers(node.get("tiers") or {}, node["nodes"])[1]
+
+
 def _tiers(nodes_of_unit: Mapping[str, int], nodes: int) -> tuple[dict[str, int], str]:
     """Return the tiers, the innermost first; a unit of each has several units of the one below.
 

@@ -168,16 +168,16 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     check_compiles(numerics, strategy, exact=exact)
     check_device(numerics, cluster, exact=exact)
     check_activations(numerics, strategy, cluster)
-    roles = strategy.roles(cluster)
     run = RunConfig.of(config["run"])
     launcher = launcher_of(config["launcher"], config)
-    check_heals(roles, cluster, launcher)
+    roles: Mapping[str, Role] = {"worker": Role(cluster.processes)}
+    parts = logical_ranks = cluster.processes
+    if not run.examine:  # else all processes take part, more than the strategy may take if there are spare nodes
+        roles, parts = strategy.roles(cluster), strategy.data_parallel(cluster)
+        logical_ranks = _wanted_ranks(config, strategy, cluster)
+        check_heals(roles, cluster, launcher)
     check_topology(config["cluster"].get("topology"), launcher)
     check_copies(roles, strategy, checkpoint.peers)
-    if run.examine:
-        roles = {"worker": Role(cluster.processes)}  # all processes take part
-    parts = strategy.data_parallel(cluster)
-    logical_ranks = _wanted_ranks(config, strategy, cluster)
     if run.evaluates is None and not run.examine:
         _check_divisible(logical_ranks, workers=parts, batch=training.batch_size)
         strategy.check_micro_batches(logical_ranks // parts)

@@ -52,23 +52,38 @@ def spanned(cluster: Cluster, ranks: int, stride: int = 1) -> Link:
     """Return the link that limits the rings over ``ranks`` that are ``stride`` apart, all of which are busy at once.
 
     Each ``stride`` rings have consecutive ranks together, which begin at a multiple of their number. Inside a node the
-    link is the node's; between nodes the slowest of those that an edge of a ring uses, whose bandwidth the rings that
+    link is the node's; between nodes the slowest of those that an edge of a ring uses, whose bandwidth the edges that
     leave the same node or rack share.
     """
-    used = [level for level in levels(cluster) if level.name != "node" and _reach_beyond(level.ranks, ranks, stride)]
-    shares = (divided(link(cluster, level.name), min(stride, level.ranks)) for level in used)
+    shares = [
+        divided(link(cluster, level.name), crossing)
+        for level in levels(cluster)
+        if level.name != "node" and (crossing := _crossing(cluster, level.ranks, ranks, stride))
+    ]
     return min(shares, key=_bandwidth, default=None) or link(cluster, "node")
 
 
 def leaving(cluster: Cluster, ranks: int, stride: int = 1) -> int:
-    """Return how many of the rings of :func:`spanned` leave a node."""
-    each = cluster.processes_per_node
-    return min(stride, each) if _reach_beyond(each, ranks, stride) else 0
+    """Return how many edges of the rings of :func:`spanned` leave a node: of the one with the most of them."""
+    return _crossing(cluster, cluster.processes_per_node, ranks, stride)
 
 
-def _reach_beyond(unit: int, ranks: int, stride: int) -> bool:
-    """Return whether rings reach beyond a node, or a rack, of ``unit`` ranks: unless it has whole ones."""
-    return ranks > 1 and unit % (ranks * stride) > 0
+def _crossing(cluster: Cluster, unit: int, ranks: int, stride: int) -> int:
+    """Return how many edges of rings leave a node, or a rack, of ``unit`` ranks: of the one with the most of them.
+
+    ``stride`` rings make a block of consecutive ranks. Of a block that a unit has in part, each ring that it has in
+    part leaves once; a unit may begin within one block and end within another.
+    """
+    block = ranks * stride
+
+    def cut(part: int) -> int:
+        return min(stride, part, block - part) if ranks > 1 else 0
+
+    most = 0
+    for first in {begin % block for begin in range(0, cluster.processes, unit)}:
+        part = min(unit, block - first)
+        most = max(most, cut(part) + cut((unit - part) % block))
+    return most
 
 
 def _bandwidth(link: Link) -> float:

@@ -98,17 +98,18 @@ def connections_of(log: NcclLog) -> NcclConnections:
 def transport_warning(transport: Transport, cluster: Cluster) -> str | None:
     """Compose a warning if the transport of any process is slower than what the cluster declares.
 
-    It declares a fabric by its adapters (``cluster.hca``), or by a bandwidth between nodes that no socket has.
+    It declares a fabric by its adapters (``cluster.hca``), or by a bandwidth between nodes, of a rack or of the whole
+    network, that no socket has.
     """
     ranks = transport.get("ranks", {})
     slow = max(ranks.get("socket", 0), int("socket" in transport["transports"]))
     if transport["backend"] != "nccl" or not slow:
         return None
-    link = cluster.links.get("network")
+    links = [cluster.links[tier].bandwidth for tier in (*cluster.tiers, "network") if tier in cluster.links]
     if cluster.hca is not None:
         declared = f"InfiniBand (cluster.hca={cluster.hca})"
-    elif link is not None and link.bandwidth > _SOCKETS_AT_MOST:
-        declared = f"{link.bandwidth / 1e9:g} GB/s"
+    elif max(links, default=0.0) > _SOCKETS_AT_MOST:
+        declared = f"{max(links) / 1e9:g} GB/s"
     else:
         return None
     fast = ranks.get("ib", 0)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import final
 
+from worldsize.config.cluster import tier_around
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, ConfigError, Link, Workload
 from worldsize.data.order import Order
@@ -61,8 +62,13 @@ class Predictor:
         return Predictor(replace(self._given, parameter_bytes=parameter_bytes))
 
     def cluster(self, settings: Settings) -> Cluster:
-        """Return the cluster of the settings, with measured links in place of declared ones if there are any."""
-        return replace(settings.cluster, links={**settings.cluster.links, **self._given.links})
+        """Return the cluster of the settings, with measured links in place of declared ones if there are any.
+
+        Nodes that are all in one rack have its link, whatever was measured between racks.
+        """
+        measured, around = self._given.links, tier_around(settings.config["cluster"])
+        network = {"network": measured[around]} if around in measured else {}
+        return replace(settings.cluster, links={**settings.cluster.links, **measured, **network})
 
     def forecast(self, settings: Settings) -> Forecast:
         """Predict a step of the run.
