@@ -139,6 +139,7 @@ HEAVY = (
     "strategies/parameter_server/test_tables.py",
     "strategies/parameter_server/test_update_runs.py",
     "strategies/test_frozen_parameters.py",
+    "strategies/test_memberships_of_meshes.py",
     "strategies/test_mesh.py",
     "strategies/test_stdlib_lm.py",
     "strategies/test_wrapping.py",
