@@ -232,8 +232,8 @@ def _audit(
 ) -> None:
     """Determine which transport the gang uses; its first rank records it, and tells if it is not the declared one.
 
-    In a gang that heals each membership does so, since each has connections of its own: what is known in the last one is
-    recorded.
+    In a gang that heals each membership does so, since each has connections of its own: what is known in the last one
+    is recorded.
     """
     if world.size < 2 or settings.roles[world.role].serves:
         return
