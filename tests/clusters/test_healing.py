@@ -78,6 +78,19 @@ def ended(process: subprocess.Popen[str], root: Path) -> tuple[str, str, list[li
     return digest, output, [each["members"] for each in attempt["memberships"]]
 
 
+def attempts(folder: Path) -> list[Any]:
+    """Return what the manifest has of each attempt of a run."""
+    listed: list[Any] = json.loads((folder / "run_manifest.json").read_text())["attempts"]
+    return listed
+
+
+def wait_for(process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
+    """Wait until something has happened in a run, which must not end before."""
+    while not happened():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero"])
 def test_a_killed_rank_costs_no_restart_and_no_bit(
     launch: Any, undisturbed: Callable[..., str], tmp_path: Path, strategy: str
@@ -155,18 +168,17 @@ def test_another_host_leads_from_the_newest_checkpoint_when_the_first_is_lost(
     folder = begun(tmp_path / "project", after=25)
     four.link(2, "down")
     try:
-        while len(attempts := json.loads((folder / "run_manifest.json").read_text())["attempts"]) < 2:
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.1)
+        wait_for(process, lambda: len(attempts(folder)) == 2)
         assert not four.processes("worldsize agent", 2)
-        assert (attempts[0]["exit_reason"], attempts[0]["lost_host"]) == ("killed", "h2")
-        assert attempts[1]["hosts"] == ["h3", "h4"]
+        first, second = attempts(folder)
+        assert (first["exit_reason"], first["lost_host"]) == ("killed", "h2")
+        assert second["hosts"] == ["h3", "h4"]
     finally:
         four.link(2, "up")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "starting again without h2, on h3, h4 (1 of 1)" in output
-    last = json.loads((folder / "run_manifest.json").read_text())["attempts"][-1]
+    last = attempts(folder)[-1]
     assert last["steps"][0] >= 20
     assert [each["hosts"] for each in last["memberships"]] == [["h3", "h4"]]
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -183,16 +195,14 @@ def test_the_hosts_that_are_left_go_on_without_the_first_until_it_comes_back(
     folder = begun(tmp_path / "project", after=15)
     four.link(2, "down")
     try:
-        while len(json.loads((folder / "run_manifest.json").read_text())["attempts"]) < 2:
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.1)
+        wait_for(process, lambda: len(attempts(folder)) == 2)
         begun(folder, after=15)
     finally:
         four.link(2, "up")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "the host h2 (node 1) has come back" in output
-    first, second = json.loads((folder / "run_manifest.json").read_text())["attempts"][-1]["memberships"]
+    first, second = attempts(folder)[-1]["memberships"]
     assert (first["hosts"], second["hosts"]) == (["h3"], ["h3", "h2"])
     assert "the host h2 (node 1) has not answered" in first["lost"]["1"]
     assert json.loads((folder / "result.json").read_text())["state_digest"] == undisturbed("steps=400")
@@ -274,15 +284,6 @@ def test_two_hosts_lead_in_turn_when_each_is_lost(
     process = launch("steps=600", "checkpoint.every=10", *hosts, f"faults=[{SLOW}]")
     folder = begun(tmp_path / "project", after=15)
 
-    def wait_for(happened: Callable[[], bool]) -> None:
-        while not happened():
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.1)
-
-    def attempts() -> list[Any]:
-        listed: list[Any] = json.loads((folder / "run_manifest.json").read_text())["attempts"]
-        return listed
-
     def has_come_back() -> bool:
         events = folder / "events.jsonl"
         lines = events.read_text().splitlines() if events.exists() else []
@@ -290,13 +291,13 @@ def test_two_hosts_lead_in_turn_when_each_is_lost(
 
     four.link(2, "down")
     try:
-        wait_for(lambda: len(attempts()) == 2)
+        wait_for(process, lambda: len(attempts(folder)) == 2)
     finally:
         four.link(2, "up")
-    wait_for(has_come_back)
+    wait_for(process, has_come_back)
     four.link(3, "down")
     try:
-        wait_for(lambda: len(attempts()) == 3)
+        wait_for(process, lambda: len(attempts(folder)) == 3)
     finally:
         four.link(3, "up")
     output, _ = process.communicate(timeout=300)

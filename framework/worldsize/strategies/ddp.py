@@ -41,6 +41,7 @@ from worldsize.strategies.reducers import (
 )
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
+from worldsize.world.roles import whole_blocks
 
 OnFailure = Literal["restart", "heal"]
 
@@ -179,7 +180,7 @@ def worker_roles(cluster: Cluster, on_failure: OnFailure, block: int = 1, togeth
     ``block``: those that train one part of the data together; ``together``: those of them that must be on one host.
     """
     if on_failure == "heal":
-        least = cluster.min_processes if block == 1 else -(-(cluster.min_processes or 1) // block) * block
+        least = cluster.min_processes if block == 1 else whole_blocks(cluster.min_processes, block)
         return {"worker": Role(cluster.processes, restart="heal", min_processes=least, block=block, together=together)}
     return {"worker": Role(processes=cluster.processes)}
 

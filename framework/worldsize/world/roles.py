@@ -31,10 +31,15 @@ def together_of(roles: Mapping[str, Role]) -> int:
     return max(role.together for role in roles.values())
 
 
+def whole_blocks(processes: int | None, block: int) -> int:
+    """Return so many processes, or 1, rounded up to whole blocks."""
+    return -(-(processes or 1) // block) * block
+
+
 def fewest(roles: Mapping[str, Role]) -> int:
     """Return the least number of processes, in whole blocks, with which a gang that heals goes on."""
     healing = [role for role in roles.values() if role.restart == "heal"]
-    return max(-(-(role.min_processes or 1) // role.block) * role.block for role in healing)
+    return max(whole_blocks(role.min_processes, role.block) for role in healing)
 
 
 def place_of(global_rank: int, plan: Plan) -> tuple[int, int]:
