@@ -33,6 +33,7 @@ from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.fsdp_cost import FSDPSharding, fsdp_cost
 from worldsize.strategies.hook_trial import refuse_mixing_hooks
+from worldsize.strategies.local_steps import step_locally
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import MultiUpdateReplica, refuse_healing_updates
 from worldsize.strategies.sharded_reducer import sharded_reducer
@@ -169,10 +170,13 @@ class FSDP(Strategy):
         if isinstance(recipe, MultiUpdateRecipe):
             sums = sharded_reducer(self.reduce, root, world, copies, averages_buffers=False, accumulates_shards=shards)
             states = MultiTrainState.of(recipe, model)
+            for optimizer in states.optimizers:
+                step_locally(optimizer)
             return MultiUpdateReplica(recipe, context, train_state=states, reducer=sums, root=root)
         ranks = context.logical_ranks if self.on_failure == "heal" else None  # else all have equally many
         sums = sharded_reducer(self.reduce, model, world, copies, accumulates_shards=shards, logical_ranks=ranks)
         state = TrainState.of(recipe, model)
+        step_locally(state.optimizer)
         return SynchronousReplica(recipe, context, train_state=state, reducer=sums, logical_ranks=ranks)
 
     def _mesh(self, world: World) -> DeviceMesh:
