@@ -40,7 +40,14 @@ from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.step_hooks import recipe_hooks
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
-from worldsize.strategies.wrapping import CallingRoot, Wrap, refuse_divided_matrices, refuse_sparse_gradients, units
+from worldsize.strategies.wrapping import (
+    CallingRoot,
+    Wrap,
+    refuse_divided_matrices,
+    refuse_fused,
+    refuse_sparse_gradients,
+    units,
+)
 
 _WHOLE_AT_MOST = 2**30  # most bytes of gradients that accumulate="auto" keeps unsharded between micro-batches
 _Dtype = Literal["fp32", "bf16", "fp16"]
@@ -105,6 +112,7 @@ class FSDP(Strategy):
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_sparse_gradients(model)
         refuse_divided_matrices(optimizer)
+        refuse_fused(optimizer, self.reduce)
         if recipe_hooks(optimizer):
             refuse_mixing_hooks(recipe, model)
 
