@@ -13,7 +13,7 @@ from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSpr
 
 from worldsize.optimizers.muon import muon
 from worldsize.strategies.sharded_state import meta_state
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import TrainState, load_weights
 from worldsize.strategies.update_reducers import _buckets
 from worldsize.testing.recipes import Chain
 
@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
@@ -80,6 +80,20 @@ def test_the_state_of_an_optimizer_that_has_not_stepped_keeps_its_options_and_ha
     moments = [values[name] for values in state["state"].values() for name in ("step", "exp_avg", "exp_avg_sq")]
     assert len(moments) == 3 * 4
     assert all(int(torch.count_nonzero(moment)) == 0 for moment in moments)
+
+
+def test_weights_are_loaded_but_for_those_that_were_filled_in_place() -> None:
+    own, loaded = model(), list[str]()
+    for module in own:
+        module.register_load_state_dict_pre_hook(lambda _, weights, *others: loaded.extend(weights))
+    weights = own.state_dict()
+    weights["0.bias"] = torch.ones(4)
+    load_weights(own, weights)
+    assert loaded == ["0.bias"]
+    assert own[0].bias.tolist() == [1.0] * 4
+    del weights["0.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"0\.weight"'):
+        load_weights(own, weights)
 
 
 class _Fused(Chain):
