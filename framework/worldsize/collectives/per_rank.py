@@ -54,8 +54,9 @@ def sharded_like(whole: DTensor, part: Tensor) -> DTensor:
     """Return ``part``, this rank's shard of a tensor of any shape, as a DTensor in the form of ``whole``."""
     from torch.distributed.tensor import DTensor
 
-    mesh, form = whole.device_mesh, {"shape": whole.shape, "stride": whole.stride()}
-    return DTensor.from_local(part, mesh, whole.placements, run_check=False, **form)
+    return DTensor.from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def _stacked(mine: Tensor, world: World) -> Tensor:

@@ -7,7 +7,7 @@ elementwise the result is sharded as the parameter is, and has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ class _LocalSteps:
         for shard in self._wholes:
             shard.grad = None
 
-    def _exchange(self, others: dict[Tensor, Tensor]) -> None:
+    def _exchange(self, others: Mapping[Any, Tensor]) -> None:
         for group in self._optimizer.param_groups:
             group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
 
