@@ -23,36 +23,37 @@ class Interruption:
     def __init__(self) -> None:
         self._check: Callable[[], None] | None = None
         self._longest = 0.0  # seconds of a wait
-        self._unfinished: list[Work] = []
+        self._keeps = False
+        self._in_flight: set[Work] = set()
 
-    def begin(self, check: Callable[[], None], *, longest: float) -> None:
-        """Let waits end from now on as soon as ``check`` raises, or after ``longest`` seconds."""
-        self._check, self._longest = check, longest
+    def begin(self, check: Callable[[], None] | None, *, longest: float) -> None:
+        """Keep what is started from now on, and let waits end when ``check`` raises, or after ``longest`` seconds.
+
+        With None instead of ``check``, waits end by themselves, as those of NCCL do when it is aborted.
+        """
+        self._check, self._longest, self._keeps = check, longest, True
+
+    def started(self, work: Work) -> None:
+        """Keep a collective until it has been waited for, since an exception may come before that."""
+        if self._keeps:
+            self._in_flight.add(work)
 
     def wait(self, work: Work) -> None:
         """Wait for a collective; raise what it raises, or what the check does, or RuntimeError if it takes too long."""
-        if self._check is None:
-            work.wait()
-            return
-        begun = time.monotonic()
-        while not _has_ended(work):
-            try:
+        if self._check is not None:
+            self.started(work)
+            begun = time.monotonic()
+            while not _has_ended(work):
                 self._check()
                 if time.monotonic() - begun > self._longest:
                     raise RuntimeError(f"timed out: a peer has not answered for {self._longest:g} s")
-            except Exception:
-                self._unfinished.append(work)
-                raise
-        work.wait()  # at once
-
-    def leave(self, work: Work) -> None:
-        """Wait no more for a collective that goes on."""
-        self._unfinished.append(work)
+        self._in_flight.discard(work)
+        work.wait()  # at once, if it has ended
 
     def unfinished(self) -> list[Work]:
-        """Return the collectives whose waits were ended while they went on; their groups must not be destroyed yet."""
-        self._unfinished = [work for work in self._unfinished if not work.is_completed()]
-        return [*self._unfinished]
+        """Return the collectives that go on, and forget them; whoever destroys their groups waits for them."""
+        started, self._in_flight = self._in_flight, set()
+        return [work for work in started if not work.is_completed()]
 
 
 INTERRUPTION = Interruption()

@@ -162,6 +162,16 @@ def mark(name: Phase) -> None:
         timer.switch(name)
 
 
+def started(work: Work | None) -> Work:
+    """Return a collective that was started with ``async_op=True``, whose group is kept until it ends if a gang heals.
+
+    Any exception may come before the :func:`wait` for it.
+    """
+    assert work is not None, "only members of the group take part"
+    INTERRUPTION.started(work)
+    return work
+
+
 def wait(work: Work | None) -> None:
     """Wait for a collective that was started with ``async_op=True``, and count the wait as communication."""
     assert work is not None, "only members of the group take part"

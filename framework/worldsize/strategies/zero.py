@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from worldsize.collectives.interruption import INTERRUPTION
-from worldsize.collectives.step_timer import time_parameters, wait
+from worldsize.collectives.step_timer import started, time_parameters, wait
 from worldsize.core import (
     Cluster,
     Cost,
@@ -125,15 +124,9 @@ class _WaitingOptimizer(ZeroRedundancyOptimizer):
     """Waits for the parameters of other ranks in Python, where it learns of the end of its gang."""
 
     def _sync_params(self) -> None:
-        started = [self._broadcast_params_from_rank(rank) for rank in range(self.world_size)]  # type: ignore[attr-defined]
-        begun = [work for works in started for work in works]
-        for place, work in enumerate(begun):
-            try:
-                wait(work)
-            except Exception:
-                for other in begun[place + 1 :]:
-                    INTERRUPTION.leave(other)
-                raise
+        ranks = range(self.world_size)  # type: ignore[attr-defined]
+        for work in [started(work) for rank in ranks for work in self._broadcast_params_from_rank(rank)]:
+            wait(work)
 
 
 def _cost(work: Workload, cluster: Cluster, *, bucket_mb: float) -> Cost:
