@@ -52,9 +52,9 @@ def freed(start: Callable[[Tensor, World], None]) -> list[tuple[bool, bool]]:
     def body(world: World) -> tuple[bool, bool]:
         INTERRUPTION.begin(lambda: None, longest=60.0)
         if world.rank == 1:
-            group = dist.new_group([0, 1])
+            peers = cast("ProcessGroup", dist.new_group([0, 1]))
             barrier.wait(30)
-            dist.all_reduce(torch.ones(NUMBERS), group=group)
+            dist.all_reduce(torch.ones(NUMBERS), group=peers)
             barrier.wait(30)
             return True, False
         group = interrupted(start, world)

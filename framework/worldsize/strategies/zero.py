@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, final
 
 from torch import nn
+from torch.distributed import Work
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
@@ -124,8 +125,8 @@ class _WaitingOptimizer(ZeroRedundancyOptimizer):
     """Waits for the parameters of other ranks in Python, where it learns of the end of its gang."""
 
     def _sync_params(self) -> None:
-        ranks = range(self.world_size)  # type: ignore[attr-defined]
-        for work in [started(work) for rank in ranks for work in self._broadcast_params_from_rank(rank)]:
+        send: Callable[[int], list[Work]] = self._broadcast_params_from_rank  # type: ignore[attr-defined]
+        for work in [started(work) for rank in range(self.world_size) for work in send(rank)]:
             wait(work)
 
 
