@@ -6,9 +6,13 @@ ends, gloo tells those who wait for the receipt of a message, but not those whos
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_any
 from datetime import timedelta
+from functools import partial
 from typing import final
 
 from torch.distributed import Work
@@ -40,15 +44,33 @@ class Interruption:
 
     def wait(self, work: Work) -> None:
         """Wait for a collective; raise what it raises, or what the check does, or RuntimeError if it takes too long."""
+        self._watch(work, partial(_has_ended, work))
+        work.wait()  # at once, if it has ended
+
+    def wait_for_message(self, work: Work) -> None:
+        """Wait for a message to or from one other process, as :meth:`wait` does for a collective.
+
+        This wait cannot be tried again, since gloo closes the connections of a group when it times out; so another
+        thread waits, for as long as the message goes on.
+        """
+        if self._check is None:
+            self.wait(work)
+            return
+        outcome: Future[bool] = Future()
+        threading.Thread(target=_tell_end, args=(work, outcome), daemon=True, name="message").start()
+        self._watch(work, lambda: bool(wait_for_any([outcome], _SLICE.total_seconds()).done))
+        outcome.result()
+
+    def _watch(self, work: Work, has_ended: Callable[[], bool]) -> None:
+        """Ask again and again whether ``work`` has ended, and let the check raise in between, if there is one."""
         if self._check is not None:
             self.started(work)
             begun = time.monotonic()
-            while not _has_ended(work):
+            while not has_ended():
                 self._check()
                 if time.monotonic() - begun > self._longest:
                     raise RuntimeError(f"timed out: a peer has not answered for {self._longest:g} s")
         self._in_flight.discard(work)
-        work.wait()  # at once, if it has ended
 
     def unfinished(self) -> list[Work]:
         """Return the collectives that go on, and forget them; whoever destroys their groups waits for them."""
@@ -65,3 +87,10 @@ def _has_ended(work: Work) -> bool:
     except RuntimeError:  # that of the work, or that the time is over
         return work.is_completed()
     return True
+
+
+def _tell_end(work: Work, outcome: Future[bool]) -> None:
+    try:
+        outcome.set_result(work.wait())
+    except Exception as error:  # which the thread raises that waits for it
+        outcome.set_exception(error)

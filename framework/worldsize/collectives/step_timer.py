@@ -28,9 +28,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -184,6 +185,13 @@ def wait(work: Work | None) -> None:
         INTERRUPTION.wait(work)
     finally:
         timer.switch(before)
+
+
+def send(tensor: Tensor, group: ProcessGroup, *, to: int) -> None:
+    """Send a tensor of any shape to rank ``to`` of ``group``, which receives it, and count that as communication."""
+    work = started(dist.isend(tensor, group=group, group_dst=to))
+    with phase("communication"):
+        INTERRUPTION.wait_for_message(work)
 
 
 def backward(loss: Tensor) -> None:
