@@ -81,9 +81,10 @@ class ZeRO(Strategy):
             )
         train_state = _sharded(recipe, model, world)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
-        module = replicated(model, world, **options)
-        logical_ranks = context.logical_ranks if self.on_failure == "heal" else None  # else all have equally many
-        if self.on_failure == "heal":
+        heals = self.on_failure == "heal"
+        module = replicated(model, world, interruptible=heals, **options)
+        logical_ranks = context.logical_ranks if heals else None  # else all have equally many
+        if heals:
             sums = interruptible_reducer(self.reduce, module, world, logical_ranks)
         else:
             sums = gradient_reducer(self.reduce, module, world.group)
