@@ -211,7 +211,7 @@ def test_a_wait_ends_when_the_gang_does_and_its_collective_is_remembered() -> No
             if ended[0]:
                 raise ConnectionError("the gang has ended")
 
-        INTERRUPTION.begin(check, longest=60.0)
+        INTERRUPTION.begin(check, longest=120.0)
         row = torch.ones(4)
         if world.rank == 0:
             ended[0] = True
@@ -236,7 +236,7 @@ def test_a_replica_that_waits_for_the_weights_of_a_peer_stops_when_the_gang_does
         assert world.group is not None
         if world.rank == 0:
             _verify_param_shape_across_processes(world.group, list(model().parameters()))
-            barrier.wait(30)  # instead of the weights
+            barrier.wait(60)  # instead of the weights
             return 1
         checks = iter([None, None])
 
@@ -244,13 +244,13 @@ def test_a_replica_that_waits_for_the_weights_of_a_peer_stops_when_the_gang_does
             if next(checks, "ended") == "ended":
                 raise ConnectionError("the gang has ended")
 
-        INTERRUPTION.begin(check, longest=60.0)
+        INTERRUPTION.begin(check, longest=120.0)
         with pytest.raises(ConnectionError):
             replicated(model(), world, interruptible=True)
-        barrier.wait(30)
+        barrier.wait(60)
         return len(INTERRUPTION.unfinished())
 
-    assert run_in_worlds(interrupted, 2, timeout=60.0) == [1, 1]
+    assert run_in_worlds(interrupted, 2, timeout=120.0) == [1, 1]
 
 
 def test_the_weights_of_an_interruptible_replica_are_those_of_the_first_rank() -> None:

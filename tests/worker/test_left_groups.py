@@ -50,18 +50,18 @@ def freed(start: Callable[[Tensor, World], None]) -> list[tuple[bool, bool]]:
     barrier = get_context("fork").Barrier(2)  # the peer takes part when the first process says so
 
     def body(world: World) -> tuple[bool, bool]:
-        INTERRUPTION.begin(lambda: None, longest=60.0)
+        INTERRUPTION.begin(lambda: None, longest=120.0)
         if world.rank == 1:
             peers = cast("ProcessGroup", dist.new_group([0, 1]))
-            barrier.wait(30)
+            barrier.wait(60)
             dist.all_reduce(torch.ones(NUMBERS), group=peers)
-            barrier.wait(30)
+            barrier.wait(60)
             return True, False
         group = interrupted(start, world)
         LEFT_GROUPS.free()
         existed = group() is not None
-        barrier.wait(30)
-        barrier.wait(30)
+        barrier.wait(60)
+        barrier.wait(60)
         while group() is not None:
             LEFT_GROUPS.free()
             for thread in threading.enumerate():
@@ -69,7 +69,7 @@ def freed(start: Callable[[Tensor, World], None]) -> list[tuple[bool, bool]]:
                     thread.join()
         return existed, group() is not None
 
-    return run_in_worlds(body, 2, timeout=60.0)
+    return run_in_worlds(body, 2, timeout=120.0)
 
 
 def test_the_group_of_a_collective_whose_wait_was_never_reached_is_kept_until_it_ends() -> None:
