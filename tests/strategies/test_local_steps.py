@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.utils._pytree import tree_leaves, tree_map
 
+from worldsize.collectives.per_rank import local
 from worldsize.core import World
 from worldsize.strategies.local_steps import step_locally
 from worldsize.strategies.step_hooks import StrategyHook
@@ -110,6 +112,26 @@ def test_gradients_that_are_sums_on_each_rank_are_added_up_first() -> None:
         return full
 
     assert [each.tolist() for each in run_in_worlds(stepped, 2)] == [[-3.0] * 3] * 2
+
+
+def test_shards_that_stay_on_the_host_of_a_mesh_of_gpus_are_updated_and_saved_there() -> None:
+    """As with strategy.cpu_offload=true; the mesh is described, and nothing of it is used."""
+    mesh = DeviceMesh("cuda", torch.arange(2), _init_backend=False, _rank=0)
+    meta = TensorMeta(torch.Size([4, 3]), (3, 1), torch.float32)
+    form = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+    own = module([DTensor(torch.ones(2, 3), form, requires_grad=False)])
+    (parameter,) = own.parameters()
+    optimizer = AdamW(own.parameters(), lr=0.1)
+    step_locally(optimizer)
+    state = TrainState(own, optimizer, None)
+    for _ in range(2):
+        saved = state.optimizer_state()["state"]["p0"]
+        assert {local(value).device.type for value in saved.values()} == {"cpu"}
+        parameter.grad = DTensor(torch.ones(2, 3), form, requires_grad=False)
+        optimizer.step()
+    plain = module([torch.ones(2, 3)])
+    take_steps(plain, AdamW(plain.parameters(), lr=0.1), range(2), lambda _: [torch.ones(2, 3)])
+    assert torch.equal(local(parameter.detach()), next(plain.parameters()).detach())
 
 
 class Derived(SGD):

@@ -95,6 +95,14 @@ def test_weights_are_loaded_but_for_those_that_were_filled_in_place() -> None:
         load_weights(own, weights)
 
 
+def test_weights_are_loaded_beside_sparse_buffers_which_have_no_address() -> None:
+    own, other = model(), model()
+    for each, value in (own, 1.0), (other, 2.0):
+        each.register_buffer("adjacency", torch.eye(2).mul(value).to_sparse())
+    load_weights(own, other.state_dict())
+    assert own.state_dict()["adjacency"].to_dense().tolist() == [[2.0, 0.0], [0.0, 2.0]]
+
+
 class _Fused(Chain):
     def optimizer(self, model: nn.Module) -> Optimizer:
         return AdamW(model.parameters(), lr=0.01, fused=True)

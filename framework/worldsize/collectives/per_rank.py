@@ -51,12 +51,16 @@ def zeros_like(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(whole: DTensor, part: Tensor) -> DTensor:
-    """Return ``part``, this rank's shard of a tensor of any shape, as a DTensor in the form of ``whole``."""
-    from torch.distributed.tensor import DTensor
+    """Return ``part``, this rank's shard of a tensor of any shape, as a DTensor in the form of ``whole``.
 
-    return DTensor.from_local(
-        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    They share memory, also if that is the host's and the mesh is one of GPUs, to which DTensor.from_local would copy.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
+    form = DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta)
+    return DTensor(part.detach(), form, requires_grad=False)
 
 
 def _stacked(mine: Tensor, world: World) -> Tensor:

@@ -125,6 +125,8 @@ def _share_memory(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
     one, other = local(one), local(other)
+    if not (one.layout is other.layout is torch.strided):  # others have no address
+        return False
     return one.data_ptr() == other.data_ptr() and (one.shape, one.stride(), one.dtype) == (
         other.shape,
         other.stride(),
