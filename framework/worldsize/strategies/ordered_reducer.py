@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import final
+from weakref import proxy
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,8 @@ class OrderedReducer(GradientReducer):
         self._tree = Tree(self._size, self._size)
         self._staged = Staged()
         if isinstance(module, DistributedDataParallel):
-            module.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+            own = proxy(self)  # DDP holds the hook in C++, where the garbage collector sees no cycle
+            module.register_comm_hook(None, lambda _, bucket: own._reduce(bucket))
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         self._tree = tree = Tree(self._wanted or len(batches) * self._size, self._size)
