@@ -124,9 +124,12 @@ class Carried:
         """Record what this process has done."""
         self.progress = progress
 
-    def tell_started(self, event: RunStarted, listeners: list[Listener]) -> None:
-        """Tell those of ``listeners`` that do not know it that the run has started."""
-        before, self._told = self._told, [*listeners]  # none but these, since others keep their groups alive
-        for listener in listeners:
+    def tell_started(self, event: RunStarted, lasting: list[Listener], own: list[Listener]) -> None:
+        """Tell those listeners that do not know it that the run has started.
+
+        ``own`` are those of the present membership; they are not kept, since its replica and groups would be, too.
+        """
+        before, self._told = self._told, [*lasting]
+        for listener in (*lasting, *own):
             if not any(listener is told for told in before):
                 listener(event)

@@ -184,6 +184,7 @@ class HealingMember:
             return replica
         step, behind, progress = membership.steps[source], membership.behind, carried.progress
         evaluated, saved, carried.saves = self._done_after(step, world, carried)
+        carried.interval = None  # it refers to the training before, with its replica
         self._agree_on_log(world, carried)
         if world.rank in behind:
             assert world.group is not None
@@ -224,7 +225,7 @@ class HealingMember:
         The third value is what the first member knows of the interval between saves, on which all must agree.
         """
         progress, interval = carried.progress, carried.interval
-        done: list[Any] = [False, False, interval.handed_on() if interval else {}]
+        done: list[Any] = [False, False, interval.handed_on() if interval else carried.saves]
         if progress is not None and progress.step == step and self._has_logged:
             done[:2] = progress.evaluated, progress.saved
         if world.group is not None:

@@ -57,7 +57,7 @@ class ShardRecovery:
 
     def release(self) -> None:
         """Let go of the replica before, all of whose groups are left."""
-        self._carried.copy = _nothing
+        self._carried.copy, self._carried.interval = _nothing, None
 
     def recover(self, make_replica: Callable[[], Replica], world: World, number: int, loop: LoopConfig) -> Replica:
         """Make the replica of membership ``number``, with the newest state of which no part is lost.
