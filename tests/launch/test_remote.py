@@ -219,3 +219,35 @@ def test_a_first_host_that_leads_no_more_ends_instead_of_going_on_without_anothe
     assert killed.get() == (os.getpid(), signal.SIGKILL)
     hosts.dismiss()
     first.close()
+
+
+class _Door:
+    """Where one host has come back."""
+
+    def __init__(self, agent: RemoteAgent) -> None:
+        self.arrivals: Mailbox[RemoteAgent] = Mailbox()
+        self.arrivals.put(agent)
+
+
+def test_the_gang_does_not_wait_while_it_is_asked_whether_this_host_still_leads(tmp_path: Path) -> None:
+    """The gang's loop takes in a host that has come back before its loss was noticed."""
+    ends, answered, asked = [connected(), connected()], threading.Event(), threading.Event()
+
+    def may_go_on() -> bool:
+        asked.set()
+        return answered.wait(15) or True
+
+    door: Any = _Door(RemoteAgent(1, "h2", ends[1][0]))
+    cluster = Cluster("slurm", nodes=2, processes=2, device="cpu", backend="gloo")
+    plan = Plan(tmp_path, cluster, {"worker": Role(2, restart="heal")}, {})
+    hosts = RemoteHosts([RemoteAgent(1, "h2", ends[0][0])], plan, 1, tmp_path, SILENCE, door, may_go_on)
+    hosts.listen()
+    begun = time.monotonic()
+    assert [*hosts.welcome(set())] == [1]
+    assert time.monotonic() - begun < 10
+    assert asked.wait(10)
+    answered.set()
+    for ours, theirs in ends:
+        theirs.close()
+        ours.close()
+    hosts.dismiss()

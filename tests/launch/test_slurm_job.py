@@ -44,6 +44,13 @@ def test_a_node_that_cannot_ask_slurm_does_not_go_on(answers: Path) -> None:
     assert time.monotonic() - begun > 0.5
 
 
+def test_a_node_waits_no_longer_for_a_slurm_that_hangs(answers: Path) -> None:
+    (answers.parent / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 20\n")
+    begun = time.monotonic()
+    assert not Slurm(node_timeout=0.5).is_current()
+    assert time.monotonic() - begun < 10
+
+
 def test_an_agent_that_was_started_by_hand_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert Slurm().is_current()
