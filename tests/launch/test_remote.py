@@ -127,7 +127,8 @@ def test_those_that_join_later_are_dealt_to_the_hosts_in_groups_that_share_one(t
     rendezvous = Rendezvous(tmp_path, 2, "", {})
     assert [rendezvous.placement(plan, rank).local_rank for rank in range(12)] == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]
     servers = replace(plan, roles={"worker": Role(4, restart="individual")})  # later ones are on the first host
-    assert [rendezvous.placement(servers, rank).local_rank for rank in range(4, 7)] == [2, 3, 4]
+    later = [rendezvous.placement(servers, rank) for rank in range(4, 7)]
+    assert [(place.node_rank, place.local_rank) for place in later] == [(0, 2), (0, 3), (0, 4)]
     ours.close()
     theirs.close()
 
@@ -181,7 +182,10 @@ def test_processes_of_spare_nodes_follow_those_of_the_plan(pair: Pair, tmp_path:
     hosts = RemoteHosts(agents, plan, 1, tmp_path, SILENCE, None)
     assert [hosts.node_of(number) for number in range(10)] == [0, 0, 1, 1, 2, 2, 0, 1, 2, 0]
     rendezvous = Rendezvous(tmp_path, 2, "", {})
-    assert [rendezvous.placement(plan, number).local_rank for number in range(10)] == [0, 1, 0, 1, 0, 1, 2, 2, 2, 3]
+    places = [rendezvous.placement(plan, number) for number in range(10)]
+    assert [place.local_rank for place in places] == [0, 1, 0, 1, 0, 1, 2, 2, 2, 3]
+    assert [place.node_rank for place in places] == [hosts.node_of(number) for number in range(10)]
+    assert [place.variables()["GROUP_RANK"] for place in places[5:8]] == ["2", "0", "1"]
     for pair_of_ends in ends:
         for end in pair_of_ends:
             end.close()
