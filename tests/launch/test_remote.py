@@ -226,7 +226,7 @@ def test_a_first_host_that_leads_no_more_ends_instead_of_going_on_without_anothe
 
 
 class _Door:
-    """Where one host has come back."""
+    """Stands for the door at which one host has come back."""
 
     def __init__(self, agent: RemoteAgent) -> None:
         self.arrivals: Mailbox[RemoteAgent] = Mailbox()

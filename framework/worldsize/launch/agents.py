@@ -237,7 +237,7 @@ class Follower:
                 is_heard = outpost.run()
         finally:
             shutil.rmtree(rendezvous.folder, ignore_errors=True)
-        if not is_heard:  # nor told that the attempt has ended: a first host that only slept must notice that it is lost
+        if not is_heard:  # nor told of an end: a first host that only slept must notice that this one has lost it
             self._messages.put(None)
             return
         with suppress(OSError):  # the listening thread detects it, too
