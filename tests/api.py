@@ -39,7 +39,7 @@ EVERYTHING = (
 )
 BLOCKS = {  # parts that strategies are built from
     "worldsize.collectives.exact": ("reduce_metrics",),
-    "worldsize.collectives.step_timer": ("phase", "wait"),
+    "worldsize.collectives.step_timer": ("phase", "started", "wait"),
     "worldsize.collectives.per_rank": ("local_row", "stack_per_rank"),
     "worldsize.observe.events": ("Alert", "alert_for"),
     "worldsize.reproducibility.seeds": ("generators_kept", "seed_generators"),

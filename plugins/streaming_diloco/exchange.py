@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plugins.streaming_diloco.e3m0 import BLOCK, decode, encode, size
 from worldsize.collectives.ordered import sum_level
-from worldsize.collectives.step_timer import wait
+from worldsize.collectives.step_timer import started, wait
 from worldsize.strategies.periodic.exchange import Begun, Exchange
 
 
@@ -25,7 +25,7 @@ class Gathered(Exchange):
         padded, numel = _blocks(row_n, 1), row_n.numel()
         mine = encode(padded)
         theirs_kp = mine.new_empty(self.size, mine.shape[1])
-        work = dist.all_gather_into_tensor(theirs_kp.view(-1), mine.view(-1), group=self.group, async_op=True)
+        work = started(dist.all_gather_into_tensor(theirs_kp.view(-1), mine.view(-1), group=self.group, async_op=True))
 
         def mean() -> Tensor:
             wait(work)
@@ -48,16 +48,15 @@ class Scattered(Exchange):
         mine_ks = _blocks(row_n, self.size)
         sent_kp = encode(mine_ks)
         theirs_kp = torch.empty_like(sent_kp)
-        work = dist.all_to_all_single(theirs_kp, sent_kp, group=self.group, async_op=True)
+        work = started(dist.all_to_all_single(theirs_kp, sent_kp, group=self.group, async_op=True))
 
         def second() -> Callable[[], Tensor]:
             wait(work)
             shard = mine_ks.shape[1]
             mean_1s = (sum_level(decode(theirs_kp, shard).unbind()) / self.size)[None]
             gathered_kp = torch.empty_like(theirs_kp)
-            last = dist.all_gather_into_tensor(
-                gathered_kp.view(-1), encode(mean_1s).view(-1), group=self.group, async_op=True
-            )
+            row = encode(mean_1s).view(-1)
+            last = started(dist.all_gather_into_tensor(gathered_kp.view(-1), row, group=self.group, async_op=True))
 
             def mean() -> Tensor:
                 wait(last)

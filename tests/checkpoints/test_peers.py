@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from worldsize.checkpoints import peers
 from worldsize.checkpoints.peers import receive_state, send_state
+from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.core import World
 from worldsize.testing.worlds import run_in_worlds
 
@@ -47,3 +50,28 @@ def exchanged(world: World, most: int) -> tuple[bool, int]:
 @pytest.mark.parametrize(("most", "messages"), [(1 << 20, 4), (200, 5), (1, 7)])
 def test_a_state_arrives_whole_whatever_a_message_holds(most: int, messages: int) -> None:
     assert run_in_worlds(partial(exchanged, most=most), 3) == [(True, messages)] * 3
+
+
+def test_whoever_sends_to_a_process_that_does_not_receive_stops_when_the_gang_does() -> None:
+    """A message to a process that is killed goes on until the timeout of the group."""
+    barrier = get_context("fork").Barrier(2)
+
+    def interrupted(world: World) -> int:
+        assert world.group is not None
+        if world.rank == 1:
+            dist.recv_object_list([None, None, None], group=world.group, group_src=0)
+            barrier.wait(60)  # instead of the tensors
+            return 1
+        checks = iter([None, None])
+
+        def check() -> None:
+            if next(checks, "ended") == "ended":
+                raise ConnectionError("the gang has ended")
+
+        INTERRUPTION.begin(check, longest=120.0)
+        with pytest.raises(ConnectionError):
+            send_state(state(7), {}, [1], world.group, world.device)
+        barrier.wait(60)
+        return len(INTERRUPTION.unfinished())
+
+    assert run_in_worlds(interrupted, 2, timeout=120.0) == [1, 1]

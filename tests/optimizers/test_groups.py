@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -169,6 +170,17 @@ def test_strategies_that_divide_matrices_refuse_muon(strategy: Any, make: Callab
     with pytest.raises(ConfigError, match=r"update of a whole matrix.*strategy=ddp"):
         strategy.check_built(recipe, own, make(matrices))
     strategy.check_built(recipe, own, AdamW(own.parameters()))
+
+
+@pytest.mark.parametrize("strategy", [FSDP(reduce="ordered"), Mesh(pipeline=2, reduce="ordered")])
+def test_strategies_that_divide_tensors_refuse_fused_updates_if_the_bits_are_to_be_the_same(strategy: Any) -> None:
+    recipe = Chain()
+    own = recipe.model()
+    fused = AdamW(own.parameters(), fused=True)
+    with pytest.raises(ConfigError, match=r"optimizer\.fused=true.*Set optimizer\.fused=false"):
+        strategy.check_built(recipe, own, fused)
+    strategy.check_built(recipe, own, AdamW(own.parameters()))
+    replace(strategy, reduce="flat").check_built(recipe, own, fused)
 
 
 @pytest.mark.parametrize(("library", "reason"), [("torchao", "cannot save"), ("schedulefree", "a way of its own")])

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop, Rprop
 
 from worldsize.optimizers.muon import muon
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.sharded_state import meta_state
+from worldsize.strategies.train_state import TrainState, load_weights
 from worldsize.strategies.update_reducers import _buckets
+from worldsize.testing.recipes import Chain
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "Adam": lambda model: Adam(model.parameters(), lr=0.1, weight_decay=0.1),
@@ -78,6 +80,37 @@ def test_the_state_of_an_optimizer_that_has_not_stepped_keeps_its_options_and_ha
     moments = [values[name] for values in state["state"].values() for name in ("step", "exp_avg", "exp_avg_sq")]
     assert len(moments) == 3 * 4
     assert all(int(torch.count_nonzero(moment)) == 0 for moment in moments)
+
+
+def test_weights_are_loaded_but_for_those_that_were_filled_in_place() -> None:
+    own = model()
+    weights = own.state_dict()
+    weights["0.bias"] = torch.ones(4)
+    before = {name: parameter._version for name, parameter in own.named_parameters()}
+    load_weights(own, weights)
+    assert own.state_dict()["0.bias"].tolist() == [1.0] * 4
+    assert {name for name, parameter in own.named_parameters() if parameter._version > before[name]} == {"0.bias"}
+    del weights["0.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"0\.weight"'):
+        load_weights(own, weights)
+
+
+class _Fused(Chain):
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_state_of_a_whole_model_is_described_without_its_memory(*, fused: bool) -> None:
+    """Fused optimizers refuse the meta device, on which the description stands."""
+    recipe = _Fused() if fused else Chain()
+    own = recipe.model()
+    described = meta_state(recipe, own)["optimizer"]["state"]
+    state = TrainState.of(recipe, own).optimizer_state()["state"]
+    assert {name: {key: value.shape for key, value in each.items()} for name, each in described.items()} == {
+        name: {key: value.shape for key, value in each.items()} for name, each in state.items()
+    }
+    assert all(value.is_meta and type(value) is Tensor for each in described.values() for value in each.values())
 
 
 @pytest.mark.parametrize("name", ["Adam", "SGD"])

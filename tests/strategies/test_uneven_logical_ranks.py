@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _verify_param_shape_across_processes
 
 from worldsize.collectives.gather_full import whole
 from worldsize.collectives.interruption import INTERRUPTION
@@ -209,19 +211,56 @@ def test_a_wait_ends_when_the_gang_does_and_its_collective_is_remembered() -> No
             if ended[0]:
                 raise ConnectionError("the gang has ended")
 
-        INTERRUPTION.begin(check, longest=60.0)
+        INTERRUPTION.begin(check, longest=120.0)
         row = torch.ones(4)
         if world.rank == 0:
             ended[0] = True
             with pytest.raises(ConnectionError):
                 INTERRUPTION.wait(dist.all_reduce(row, group=world.group, async_op=True))
-            remembered = len(INTERRUPTION.unfinished())
+            remembered = INTERRUPTION.unfinished()
             dist.barrier(group=world.groups["checkpoint/worker"])  # now the other takes part
-            while INTERRUPTION.unfinished():
+            while not all(work.is_completed() for work in remembered):
                 pass
-            return torch.equal(row, torch.full((4,), 2.0)), remembered
+            return torch.equal(row, torch.full((4,), 2.0)), len(remembered)
         dist.barrier(group=world.groups["checkpoint/worker"])
         INTERRUPTION.wait(dist.all_reduce(row, group=world.group, async_op=True))
         return torch.equal(row, torch.full((4,), 2.0)), 1
 
     assert run_in_worlds(waited, 2) == [(True, 1), (True, 1)]
+
+
+def test_a_replica_that_waits_for_the_weights_of_a_peer_stops_when_the_gang_does() -> None:
+    barrier = get_context("fork").Barrier(2)
+
+    def interrupted(world: World) -> int:
+        assert world.group is not None
+        if world.rank == 0:
+            _verify_param_shape_across_processes(world.group, list(model().parameters()))
+            barrier.wait(60)  # instead of the weights
+            return 1
+        checks = iter([None, None])
+
+        def check() -> None:
+            if next(checks, "ended") == "ended":
+                raise ConnectionError("the gang has ended")
+
+        INTERRUPTION.begin(check, longest=120.0)
+        with pytest.raises(ConnectionError):
+            replicated(model(), world, interruptible=True)
+        barrier.wait(60)
+        return len(INTERRUPTION.unfinished())
+
+    assert run_in_worlds(interrupted, 2, timeout=120.0) == [1, 1]
+
+
+def test_the_weights_of_an_interruptible_replica_are_those_of_the_first_rank() -> None:
+    def made(world: World) -> list[Tensor]:
+        own = model()
+        with torch.no_grad():
+            for tensor in (*own.parameters(), *own.buffers()):
+                tensor += world.rank
+        replicated(own, world, interruptible=True)
+        return [*own.state_dict().values()]
+
+    for tensors in run_in_worlds(made, 2):
+        assert all(map(torch.equal, tensors, model().state_dict().values()))

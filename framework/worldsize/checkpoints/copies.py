@@ -13,8 +13,7 @@ from torch.distributed import ProcessGroup, Work
 
 from worldsize.checkpoints.pieces import Layout, Piece, copied, gathered_layout
 from worldsize.checkpoints.tree import split
-from worldsize.collectives.interruption import INTERRUPTION
-from worldsize.collectives.step_timer import wait
+from worldsize.collectives.step_timer import started, wait
 from worldsize.core import StateDict
 from worldsize.devices import synchronize_stream
 
@@ -111,9 +110,7 @@ class ShardCopies:
         kept = []
         if self._flight is not None:
             generation, buffers, work = self._flight
-            if work is not None and not work.is_completed():
-                INTERRUPTION.leave(work)
-            elif work is None or _has_succeeded(work):
+            if work is None or (work.is_completed() and _has_succeeded(work)):
                 generation.parts = buffers.all
             kept.append(generation)
         return [*kept, *([self._complete[0]] if self._complete else [])]
@@ -158,13 +155,13 @@ class _Buffers:
         copied(tensors, self.own)
         synchronize_stream(self._device)
 
-    def sent(self, group: ProcessGroup) -> Work | None:
+    def sent(self, group: ProcessGroup) -> Work:
         """Start to send this rank's copies to its peer, and to receive those of another."""
         to, from_ = self._peers
         sent, received = [0] * group.size(), [0] * group.size()
         sent[to], received[from_] = self._sent, len(self._received)
         own = self._own[: self._sent]
-        return dist.all_to_all_single(self._received, own, received, sent, group=group, async_op=True)
+        return started(dist.all_to_all_single(self._received, own, received, sent, group=group, async_op=True))
 
 
 def _has_succeeded(work: Work) -> bool:

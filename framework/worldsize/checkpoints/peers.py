@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.checkpoints.tree import join, ordered_like, split
+from worldsize.collectives.step_timer import send
 from worldsize.core import StateDict
 
 Facts = Mapping[str, Any]
@@ -34,7 +35,7 @@ def send_state(
         dist.send_object_list([values, forms, dict(facts)], group=group, group_dst=receiver)
         for names in _messages(forms):
             parts = [tensors[name].detach().to(device).flatten() for name in names]
-            dist.send(parts[0] if len(parts) == 1 else torch.cat(parts), group=group, group_dst=receiver)
+            send(parts[0] if len(parts) == 1 else torch.cat(parts), group, to=receiver)
 
 
 def receive_state(

@@ -17,8 +17,8 @@ from worldsize.checkpoints.pieces import Piece, all_of, cut, missing_elements, p
 from worldsize.checkpoints.shards import overlap
 from worldsize.checkpoints.tree import join, ordered_like, split
 from worldsize.checkpoints.validation import Box
-from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.collectives.per_rank import local
+from worldsize.collectives.step_timer import wait
 from worldsize.core import StateDict
 from worldsize.errors import CheckpointError
 
@@ -236,9 +236,7 @@ class _Exchange:
         message, answer = (torch.empty(sum(sizes), dtype=torch.uint8) for sizes in (to, from_))
         for each, place in self._places(sent, message):
             place.copy_(self._source(each))
-        work = dist.all_to_all_single(answer, message, from_, to, group=group, async_op=True)
-        assert work is not None
-        INTERRUPTION.wait(work)
+        wait(dist.all_to_all_single(answer, message, from_, to, group=group, async_op=True))
         for each, place in self._places(taken, answer):
             self._target(each).copy_(place)
 

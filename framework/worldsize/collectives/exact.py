@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worldsize.collectives.step_timer import wait
+from worldsize.collectives.step_timer import started, wait
 from worldsize.core import World
 
 Sums = Mapping[str, tuple[Tensor, Tensor]]
@@ -34,7 +34,7 @@ def start_all_reduce(table: Tensor, world: World) -> Callable[[], Tensor]:
     """
     if world.group is None:
         return table.cpu
-    work = dist.all_reduce(table := table.to(world.device), group=world.group, async_op=True)
+    work = started(dist.all_reduce(table := table.to(world.device), group=world.group, async_op=True))
 
     def result() -> Tensor:
         wait(work)
@@ -51,7 +51,7 @@ def start_all_gather(part: Tensor, world: World) -> Callable[[], Tensor]:
     if world.group is None:
         return part[None].cpu
     parts = part.new_empty(world.size, *part.shape)
-    work = dist.all_gather_into_tensor(parts.view(-1), part.view(-1), group=world.group, async_op=True)
+    work = started(dist.all_gather_into_tensor(parts.view(-1), part.view(-1), group=world.group, async_op=True))
 
     def result() -> Tensor:
         wait(work)

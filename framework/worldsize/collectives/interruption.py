@@ -6,9 +6,13 @@ ends, gloo tells those who wait for the receipt of a message, but not those whos
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_any
 from datetime import timedelta
+from functools import partial
 from typing import final
 
 from torch.distributed import Work
@@ -23,36 +27,55 @@ class Interruption:
     def __init__(self) -> None:
         self._check: Callable[[], None] | None = None
         self._longest = 0.0  # seconds of a wait
-        self._unfinished: list[Work] = []
+        self._keeps = False
+        self._in_flight: set[Work] = set()
 
-    def begin(self, check: Callable[[], None], *, longest: float) -> None:
-        """Let waits end from now on as soon as ``check`` raises, or after ``longest`` seconds."""
-        self._check, self._longest = check, longest
+    def begin(self, check: Callable[[], None] | None, *, longest: float) -> None:
+        """Keep what is started from now on, and let waits end when ``check`` raises, or after ``longest`` seconds.
+
+        With None instead of ``check``, waits end by themselves, as those of NCCL do when it is aborted.
+        """
+        self._check, self._longest, self._keeps = check, longest, True
+
+    def started(self, work: Work) -> None:
+        """Keep a collective until it has been waited for, since an exception may come before that."""
+        if self._keeps:
+            self._in_flight.add(work)
 
     def wait(self, work: Work) -> None:
         """Wait for a collective; raise what it raises, or what the check does, or RuntimeError if it takes too long."""
+        self._watch(work, partial(_has_ended, work))
+        work.wait()  # at once, if it has ended
+
+    def wait_for_message(self, work: Work) -> None:
+        """Wait for a message to or from one other process, as :meth:`wait` does for a collective.
+
+        This wait cannot be tried again, since gloo closes the connections of a group when it times out; so another
+        thread waits, for as long as the message goes on.
+        """
         if self._check is None:
-            work.wait()
+            self.wait(work)
             return
-        begun = time.monotonic()
-        while not _has_ended(work):
-            try:
+        outcome: Future[bool] = Future()
+        threading.Thread(target=_tell_end, args=(work, outcome), daemon=True, name="message").start()
+        self._watch(work, lambda: bool(wait_for_any([outcome], _SLICE.total_seconds()).done))
+        outcome.result()
+
+    def _watch(self, work: Work, has_ended: Callable[[], bool]) -> None:
+        """Ask again and again whether ``work`` has ended, and let the check raise in between, if there is one."""
+        if self._check is not None:
+            self.started(work)
+            begun = time.monotonic()
+            while not has_ended():
                 self._check()
                 if time.monotonic() - begun > self._longest:
                     raise RuntimeError(f"timed out: a peer has not answered for {self._longest:g} s")
-            except Exception:
-                self._unfinished.append(work)
-                raise
-        work.wait()  # at once
-
-    def leave(self, work: Work) -> None:
-        """Wait no more for a collective that goes on."""
-        self._unfinished.append(work)
+        self._in_flight.discard(work)
 
     def unfinished(self) -> list[Work]:
-        """Return the collectives whose waits were ended while they went on; their groups must not be destroyed yet."""
-        self._unfinished = [work for work in self._unfinished if not work.is_completed()]
-        return [*self._unfinished]
+        """Return the collectives that go on, and forget them; whoever destroys their groups waits for them."""
+        started, self._in_flight = self._in_flight, set()
+        return [work for work in started if not work.is_completed()]
 
 
 INTERRUPTION = Interruption()
@@ -64,3 +87,10 @@ def _has_ended(work: Work) -> bool:
     except RuntimeError:  # that of the work, or that the time is over
         return work.is_completed()
     return True
+
+
+def _tell_end(work: Work, outcome: Future[bool]) -> None:
+    try:
+        outcome.set_result(work.wait())
+    except Exception as error:  # which the thread raises that waits for it
+        outcome.set_exception(error)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.collectives.staged import Phases
-from worldsize.collectives.step_timer import wait
+from worldsize.collectives.step_timer import started, wait
 from worldsize.core import Dealing
 
 
@@ -160,13 +160,13 @@ def reduce_ordered(
     for node, row in enumerate(rows):
         _copy_into_shards(row, mine_pns[:, node])
     theirs_pns = torch.empty_like(mine_pns)
-    work = dist.all_to_all_single(theirs_pns, mine_pns, group=group, async_op=True)
+    work = started(dist.all_to_all_single(theirs_pns, mine_pns, group=group, async_op=True))
     yield
     wait(work)
     in_order = theirs_pns if dealing == "block" else theirs_pns.transpose(0, 1)
     total_s = sum_level(in_order.flatten(0, 1)[:nodes].unbind())
     total_n = total_s.new_empty(size * shard)
-    work = dist.all_gather_into_tensor(total_n, total_s, group=group, async_op=True)
+    work = started(dist.all_gather_into_tensor(total_n, total_s, group=group, async_op=True))
     yield
     wait(work)
     return total_n[:length]

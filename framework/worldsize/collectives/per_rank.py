@@ -5,13 +5,17 @@ Importing DTensor takes half as long as importing torch, so that it is only impo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from worldsize.core import World
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def stack_per_rank(tree: Any, world: World) -> Any:
@@ -32,6 +36,27 @@ def local(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def zeros_like(tensor: Tensor) -> Tensor:
+    """Return zeros in the form of ``tensor``, of any shape, sharded as it is.
+
+    Nothing is sent, and torch need not determine how the result is sharded.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return torch.zeros_like(tensor)
+    return sharded_like(tensor, torch.zeros_like(tensor.to_local()))
+
+
+def sharded_like(whole: DTensor, part: Tensor) -> DTensor:
+    """Return ``part``, this rank's shard of a tensor of any shape, as a DTensor in the form of ``whole``."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def _stacked(mine: Tensor, world: World) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from worldsize.collectives.codecs import Codec
 from worldsize.collectives.staged import Phases
-from worldsize.collectives.step_timer import wait
+from worldsize.collectives.step_timer import started, wait
 from worldsize.collectives.summation import Summation
 
 Sum = Callable[[Tensor, ProcessGroup], Phases]  # sums a flat tensor (n,); may reuse its memory
@@ -21,7 +21,7 @@ Sum = Callable[[Tensor, ProcessGroup], Phases]  # sums a flat tensor (n,); may r
 
 def all_reduced(flat_n: Tensor, group: ProcessGroup) -> Phases:
     """Sum ``flat_n``, of shape (n,), in place by torch's all-reduce."""
-    work = dist.all_reduce(flat_n, group=group, async_op=True)
+    work = started(dist.all_reduce(flat_n, group=group, async_op=True))
     yield
     wait(work)
     return flat_n
@@ -41,7 +41,7 @@ def hierarchical(flat_n: Tensor, inner: Sequence[ProcessGroup], across: ProcessG
     padded = F.pad(flat_n, (0, padding)) if padding else flat_n
     part = yield from _scattered(padded, inner[0])
     part = yield from hierarchical(part, inner[1:], across, total)
-    work = dist.all_gather_into_tensor(padded, part, group=inner[0], async_op=True)
+    work = started(dist.all_gather_into_tensor(padded, part, group=inner[0], async_op=True))
     yield
     wait(work)
     return padded[: flat_n.numel()] if padding else flat_n
@@ -55,12 +55,12 @@ def _scattered(flat_n: Tensor, group: ProcessGroup) -> Phases:
     size = dist.get_world_size(group)
     if flat_n.device.type == "cpu":
         theirs_n = torch.empty_like(flat_n)
-        work = dist.all_to_all_single(theirs_n, flat_n, group=group, async_op=True)
+        work = started(dist.all_to_all_single(theirs_n, flat_n, group=group, async_op=True))
         yield
         wait(work)
         return theirs_n.view(size, -1).sum(0)
     part = flat_n.new_empty(flat_n.numel() // size)
-    work = dist.reduce_scatter_tensor(part, flat_n, group=group, async_op=True)
+    work = started(dist.reduce_scatter_tensor(part, flat_n, group=group, async_op=True))
     yield
     wait(work)
     return part
@@ -86,7 +86,7 @@ def compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tenso
     count = parts_pn.shape[1]
     wire = codec.encode(parts_pn)
     theirs = torch.empty_like(wire)
-    work = dist.all_to_all_single(theirs, wire, group=group, async_op=True)
+    work = started(dist.all_to_all_single(theirs, wire, group=group, async_op=True))
     yield
     if error_n is not None:
         for columns, sent_pk in codec.pieces(wire, count):
@@ -97,7 +97,7 @@ def compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tenso
         torch.sum(summands_pk, 0, out=sum_n[columns])
     wire = codec.encode(sum_n[None])
     total_pb = wire.new_empty(size, wire.shape[1])
-    work = dist.all_gather_into_tensor(total_pb, wire, group=group, async_op=True)
+    work = started(dist.all_gather_into_tensor(total_pb, wire, group=group, async_op=True))
     yield
     if error_n is not None:
         parts_pn[dist.get_rank(group)] += sum_n - codec.decode(wire, count)[0]

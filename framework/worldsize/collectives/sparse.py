@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.collectives.staged import Phases
-from worldsize.collectives.step_timer import wait
+from worldsize.collectives.step_timer import started, wait
 from worldsize.collectives.summation import Summation
 
 
@@ -44,7 +44,7 @@ class TopK(Summation):
         places_k = error_n.abs().topk(count, sorted=False).indices
         message = torch.stack([places_k.int(), error_n[places_k].view(torch.int32)])
         messages = message.new_empty(size * message.numel())
-        work = dist.all_gather_into_tensor(messages, message.view(-1), group=group, async_op=True)
+        work = started(dist.all_gather_into_tensor(messages, message.view(-1), group=group, async_op=True))
         yield
         _forget(error_n, places_k)
         wait(work)
@@ -72,7 +72,7 @@ class RandomK(Summation):
         )
         broken = flat_n.sum().mul_(0)  # NaN if a number is not finite, which the drawn ones may not show
         values_k = flat_n[places_k] * widths_k if error_n is None else error_n.add_(flat_n)[places_k]
-        work = dist.all_reduce(values_k.add_(broken), group=group, async_op=True)
+        work = started(dist.all_reduce(values_k.add_(broken), group=group, async_op=True))
         yield
         if error_n is not None:
             _forget(error_n, places_k)

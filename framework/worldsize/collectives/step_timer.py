@@ -28,9 +28,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -162,6 +163,16 @@ def mark(name: Phase) -> None:
         timer.switch(name)
 
 
+def started(work: Work | None) -> Work:
+    """Return a collective that was started with ``async_op=True``, whose group is kept until it ends if a gang heals.
+
+    Any exception may come before the :func:`wait` for it.
+    """
+    assert work is not None, "only members of the group take part"
+    INTERRUPTION.started(work)
+    return work
+
+
 def wait(work: Work | None) -> None:
     """Wait for a collective that was started with ``async_op=True``, and count the wait as communication."""
     assert work is not None, "only members of the group take part"
@@ -174,6 +185,13 @@ def wait(work: Work | None) -> None:
         INTERRUPTION.wait(work)
     finally:
         timer.switch(before)
+
+
+def send(tensor: Tensor, group: ProcessGroup, *, to: int) -> None:
+    """Send a tensor of any shape to rank ``to`` of ``group``, which receives it, and count that as communication."""
+    work = started(dist.isend(tensor, group=group, group_dst=to))
+    with phase("communication"):
+        INTERRUPTION.wait_for_message(work)
 
 
 def backward(loss: Tensor) -> None:

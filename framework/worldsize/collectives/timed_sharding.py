@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from worldsize.collectives.step_timer import mark, wait
+from worldsize.collectives.step_timer import mark, started, wait
 
 _Size = Sequence[int | torch.SymInt]
 _UNLIMITED = timedelta()
@@ -47,7 +47,7 @@ class _TimedAllGather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> Work | None:
-        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
+        work = started(dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True))
         return _begun(work, async_op=async_op)
 
 
@@ -64,11 +64,11 @@ class _TimedReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Work | None:
-        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
+        work = started(dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True))
         return _begun(work, async_op=async_op)
 
 
-def _begun(work: Work | None, *, async_op: bool) -> Work | None:
+def _begun(work: Work, *, async_op: bool) -> Work | None:
     """Return a collective that is to go on in the background; wait for any other."""
     if async_op:
         return _TimedWork(work)
@@ -80,7 +80,7 @@ def _begun(work: Work | None, *, async_op: bool) -> Work | None:
 class _TimedWork(Work):
     """A collective in the background, whose wait is measured, too."""
 
-    def __init__(self, work: Work | None) -> None:
+    def __init__(self, work: Work) -> None:
         super().__init__()
         self._work = work
 

@@ -8,8 +8,10 @@ from typing import Annotated, Any, Literal, final, get_args
 
 import torch
 from torch import nn
+from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 
+from worldsize.collectives.broadcast import make_equal
 from worldsize.collectives.step_timer import time_buffers
 from worldsize.core import (
     Cluster,
@@ -152,8 +154,9 @@ class DDP(Strategy):
         if isinstance(recipe, MultiUpdateRecipe):
             return whole_multi_update(recipe, context, MultiTrainState.of(recipe, model), self.reduce, self.bucket_mb)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
-        module = replicated(model, world, **options) if world.size > 1 else model
-        logical_ranks = context.logical_ranks if self.on_failure == "heal" else None  # else all have equally many
+        heals = self.on_failure == "heal"
+        module = replicated(model, world, interruptible=heals, **options) if world.size > 1 else model
+        logical_ranks = context.logical_ranks if heals else None  # else all have equally many
         sums = self._reducer(module, context, logical_ranks)
         return SynchronousReplica(
             recipe,
@@ -185,14 +188,28 @@ def worker_roles(cluster: Cluster, on_failure: OnFailure, block: int = 1, togeth
     return {"worker": Role(processes=cluster.processes)}
 
 
-def replicated(model: nn.Module, world: World, **options: Any) -> DistributedDataParallel:
-    """Wrap ``model`` so that its gradients are averaged over ``world.group`` during backward."""
+def replicated(
+    model: nn.Module, world: World, *, interruptible: bool = False, **options: Any
+) -> DistributedDataParallel:
+    """Wrap ``model`` so that its gradients are averaged over ``world.group`` during backward.
+
+    ``interruptible``: the waits for its first weights end when the gang does; DDP's own do not.
+    """
     devices = [world.device] if world.device.type == "cuda" else None
     sparse = [name for name, buffer in model.named_buffers() if buffer.layout is not torch.strided]
     # they cannot be broadcast, and the recipe makes them equal on all ranks
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sparse)  # type: ignore[no-untyped-call]
+    if interruptible:
+        assert world.group is not None
+        _verify_param_shape_across_processes(world.group, [each for each in model.parameters() if each.requires_grad])
+        make_equal(model, world.group)
     module = DistributedDataParallel(
-        model, device_ids=devices, process_group=world.group, gradient_as_bucket_view=True, **options
+        model,
+        device_ids=devices,
+        process_group=world.group,
+        gradient_as_bucket_view=True,
+        init_sync=not interruptible,
+        **options,
     )
     time_buffers(module)
     return module

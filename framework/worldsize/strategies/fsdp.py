@@ -33,13 +33,21 @@ from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.fsdp_cost import FSDPSharding, fsdp_cost
 from worldsize.strategies.hook_trial import refuse_mixing_hooks
+from worldsize.strategies.local_steps import step_locally
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import MultiUpdateReplica, refuse_healing_updates
 from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.step_hooks import recipe_hooks
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
-from worldsize.strategies.wrapping import CallingRoot, Wrap, refuse_divided_matrices, refuse_sparse_gradients, units
+from worldsize.strategies.wrapping import (
+    CallingRoot,
+    Wrap,
+    refuse_divided_matrices,
+    refuse_fused,
+    refuse_sparse_gradients,
+    units,
+)
 
 _WHOLE_AT_MOST = 2**30  # most bytes of gradients that accumulate="auto" keeps unsharded between micro-batches
 _Dtype = Literal["fp32", "bf16", "fp16"]
@@ -104,6 +112,7 @@ class FSDP(Strategy):
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_sparse_gradients(model)
         refuse_divided_matrices(optimizer)
+        refuse_fused(optimizer, self.reduce)
         if recipe_hooks(optimizer):
             refuse_mixing_hooks(recipe, model)
 
@@ -169,10 +178,13 @@ class FSDP(Strategy):
         if isinstance(recipe, MultiUpdateRecipe):
             sums = sharded_reducer(self.reduce, root, world, copies, averages_buffers=False, accumulates_shards=shards)
             states = MultiTrainState.of(recipe, model)
+            for optimizer in states.optimizers:
+                step_locally(optimizer)
             return MultiUpdateReplica(recipe, context, train_state=states, reducer=sums, root=root)
         ranks = context.logical_ranks if self.on_failure == "heal" else None  # else all have equally many
         sums = sharded_reducer(self.reduce, model, world, copies, accumulates_shards=shards, logical_ranks=ranks)
         state = TrainState.of(recipe, model)
+        step_locally(state.optimizer)
         return SynchronousReplica(recipe, context, train_state=state, reducer=sums, logical_ranks=ranks)
 
     def _mesh(self, world: World) -> DeviceMesh:

@@ -14,7 +14,7 @@ from worldsize.core import ConfigError, MultiUpdateRecipe, StateDict
 from worldsize.errors import neighbours
 from worldsize.optimizers.names import named_by
 from worldsize.optimizers.schedule_free import begin_training
-from worldsize.strategies.train_state import OptimizerState, TrainState
+from worldsize.strategies.train_state import OptimizerState, TrainState, load_weights
 
 
 @final
@@ -71,7 +71,7 @@ class MultiTrainState:
 
     def load(self, state: StateDict) -> None:
         """Load what :meth:`state` returned, and set the learning rates of the next step."""
-        self.model.load_state_dict(state["model"])
+        load_weights(self.model, state["model"])
         groups = list(state["optimizer"]["param_groups"])
         for name, part in self.parts.items():
             own, groups = _split(groups, len(part.optimizer.param_groups))

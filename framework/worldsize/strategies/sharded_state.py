@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -13,31 +13,48 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from worldsize.core import MultiUpdateRecipe, Recipe, StateDict
+from worldsize.strategies.deferred.fakes import HostFakes
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.train_state import OptimizerState, TrainState, load_named_state, named_state
 
 
 def meta_state(recipe: Recipe, model: nn.Module) -> StateDict:
     """Return the unsharded training state of ``model``, with all tensors on the meta device."""
-    return _on_meta(TrainState.of(recipe, _meta_copy(model)).state())
+    return _without_memory(lambda copied: TrainState.of(recipe, copied).state(), model)
 
 
 def multi_meta_states(recipe: MultiUpdateRecipe, model: nn.Module) -> Mapping[str, StateDict]:
     """Return the unsharded state of each optimizer of ``model`` by name, with all tensors on the meta device."""
-    parts = MultiTrainState.of(recipe, _meta_copy(model)).parts
-    return {name: _on_meta(part.optimizer_state()) for name, part in parts.items()}
+
+    def states(copied: nn.Module) -> StateDict:
+        return {name: part.optimizer_state() for name, part in MultiTrainState.of(recipe, copied).parts.items()}
+
+    return _without_memory(states, model)
 
 
-def _meta_copy(model: nn.Module) -> nn.Module:
+def _without_memory(state_of: Callable[[nn.Module], StateDict], model: nn.Module) -> StateDict:
+    """Return ``state_of`` a copy of ``model`` without memory, with all tensors on the meta device."""
+    try:
+        return _on_meta(state_of(_copied(model, "meta")))
+    except RuntimeError:  # fused optimizers refuse the meta device
+        with HostFakes():
+            state = state_of(_copied(model, "cpu"))
+        return _on_meta(state)
+
+
+def _copied(model: nn.Module, device: str) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_like(tensor, device="meta")
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(model, memo)
 
 
 def _on_meta(state: StateDict) -> StateDict:
-    meta: StateDict = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, state)
+    meta: StateDict = tree_map(
+        lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf,
+        state,
+    )
     return meta
 
 

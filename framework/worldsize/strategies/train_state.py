@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from worldsize.collectives.per_rank import local
+from worldsize.collectives.per_rank import local, zeros_like
 from worldsize.core import Recipe, StateDict
 from worldsize.optimizers.names import named_by
 from worldsize.optimizers.schedule_free import begin_training, has_begun, is_schedule_free
@@ -89,7 +89,7 @@ class TrainState:
 
     def load(self, state: StateDict) -> None:
         """Load what :meth:`state` returned, and set the learning rates of the next step."""
-        self.model.load_state_dict(state["model"])
+        load_weights(self.model, state["model"])
         self.load_optimizer(state["optimizer"])
         self.load_schedule(state["schedule"])
 
@@ -109,6 +109,27 @@ class TrainState:
         if self.schedule is not None:
             self.schedule.load_state_dict(state)
             _set_rates(self.schedule)
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Load the weights of ``model``, without those that are its own tensors and were filled in place."""
+    own = model.state_dict()
+    if own.keys() != weights.keys():
+        model.load_state_dict(weights)  # says which are missing
+        return
+    others = {name: value for name, value in weights.items() if not _share_memory(own[name], value)}
+    model.load_state_dict(others, strict=False)
+
+
+def _share_memory(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return False
+    one, other = local(one), local(other)
+    return one.data_ptr() == other.data_ptr() and (one.shape, one.stride(), one.dtype) == (
+        other.shape,
+        other.stride(),
+        other.dtype,
+    )
 
 
 def optimizer_of(recipe: Recipe, model: nn.Module) -> Optimizer:
@@ -156,6 +177,8 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str,
 
     fresh = not optimizer.state
     with without_recipe_hooks(optimizer):
+        if fresh:
+            _probe(optimizer)
         set_optimizer_state_dict(model, optimizer, {**state})
     if fresh and _has_not_stepped(optimizer):  # the initial state of NAdam, Rprop and ASGD is not that after a step
         optimizer.state.clear()
@@ -163,27 +186,33 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str,
 
 def _probe(optimizer: Optimizer) -> None:
     """Take a step that changes no weight, to create all entries of the state, with zero moments."""
-    from torch.distributed.checkpoint.state_dict import _init_optim_state
-
-    optimizer.zero_grad()  # gradients of a skipped step would make torch assume that the state is complete
     with _groups_kept(optimizer):
-        _init_optim_state(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = zeros_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
+    optimizer.zero_grad()
 
 
 @contextmanager
 def _groups_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Restore all options after the context, and set the weight decay to 0 within it.
+    """Restore all options after the context, and set the learning rate and the weight decay to 0 within it.
 
-    It would change the moments as a part of the gradient; and some optimizers count their steps among the options.
+    The weight decay would change the moments as a part of the gradient; and some optimizers count their steps among the
+    options.
     """
     kept = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
+        group.update({name: _zero(group[name]) for name in ("lr", "weight_decay") if name in group})
     try:
         yield
     finally:
         for group, options in zip(optimizer.param_groups, kept, strict=True):
             group.update(options)
+
+
+def _zero(option: float | Tensor) -> float | Tensor:
+    return torch.zeros_like(option) if isinstance(option, Tensor) else 0.0
 
 
 def _has_not_stepped(optimizer: Optimizer) -> bool:

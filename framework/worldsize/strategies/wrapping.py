@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 from torch import nn
 from torch.optim import Optimizer
 
-from worldsize.core import ConfigError, Recipe
+from worldsize.core import ConfigError, Recipe, Reduction
 from worldsize.optimizers.muon import needs_matrices
 
 Wrap = Literal["auto", "blocks", "size"]
@@ -60,6 +60,16 @@ def refuse_divided_matrices(optimizer: Optimizer) -> None:
         raise ConfigError(
             f"{type(optimizer).__name__} makes an update of a whole matrix, and this strategy divides matrices over "
             "ranks. Use strategy=ddp, zero (one rank updates each matrix) or parameter_server, or optimizer=adamw."
+        )
+
+
+def refuse_fused(optimizer: Optimizer, reduce: Reduction) -> None:
+    """Raise ConfigError if shards would have other bits than the whole, though sums are the same at any world size."""
+    if reduce == "ordered" and any(group.get("fused") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"optimizer.fused=true: the fused {type(optimizer).__name__} may round the last numbers of a tensor in "
+            "another way than the others, and this strategy divides tensors at other places on any number of "
+            "processes. Set optimizer.fused=false, or use strategy=ddp or zero, or reproducibility=seeded."
         )
 
 

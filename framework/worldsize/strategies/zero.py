@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, final
 
 from torch import nn
+from torch.distributed import Work
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from worldsize.collectives.interruption import INTERRUPTION
-from worldsize.collectives.step_timer import time_parameters, wait
+from worldsize.collectives.step_timer import started, time_parameters, wait
 from worldsize.core import (
     Cluster,
     Cost,
@@ -81,9 +81,10 @@ class ZeRO(Strategy):
             )
         train_state = _sharded(recipe, model, world)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
-        module = replicated(model, world, **options)
-        logical_ranks = context.logical_ranks if self.on_failure == "heal" else None  # else all have equally many
-        if self.on_failure == "heal":
+        heals = self.on_failure == "heal"
+        module = replicated(model, world, interruptible=heals, **options)
+        logical_ranks = context.logical_ranks if heals else None  # else all have equally many
+        if heals:
             sums = interruptible_reducer(self.reduce, module, world, logical_ranks)
         else:
             sums = gradient_reducer(self.reduce, module, world.group)
@@ -125,15 +126,9 @@ class _WaitingOptimizer(ZeroRedundancyOptimizer):
     """Waits for the parameters of other ranks in Python, where it learns of the end of its gang."""
 
     def _sync_params(self) -> None:
-        started = [self._broadcast_params_from_rank(rank) for rank in range(self.world_size)]  # type: ignore[attr-defined]
-        begun = [work for works in started for work in works]
-        for place, work in enumerate(begun):
-            try:
-                wait(work)
-            except Exception:
-                for other in begun[place + 1 :]:
-                    INTERRUPTION.leave(other)
-                raise
+        send: Callable[[int], list[Work]] = self._broadcast_params_from_rank  # type: ignore[attr-defined]
+        for work in [started(work) for rank in range(self.world_size) for work in send(rank)]:
+            wait(work)
 
 
 def _cost(work: Workload, cluster: Cluster, *, bucket_mb: float) -> Cost:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -14,7 +13,6 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed import ProcessGroup, Work
 
 from worldsize.checkpoints.peers import receive_state, send_state
 from worldsize.collectives.interruption import INTERRUPTION
@@ -26,6 +24,7 @@ from worldsize.engine.fit import TrainingProgress
 from worldsize.records.run_directory import RunDirectory
 from worldsize.strategies.deferred.model import state_follows
 from worldsize.worker.carried import Carried
+from worldsize.worker.left_groups import LEFT_GROUPS
 from worldsize.worker.listeners import global_listeners
 from worldsize.worker.shard_recovery import ShardRecovery
 from worldsize.worker.training import Training
@@ -34,11 +33,7 @@ from worldsize.world.environments import Placement
 from worldsize.world.meetings import Meetings
 from worldsize.world.membership import NEWCOMER, Membership, MembershipChannel
 from worldsize.world.preemption import Preemption
-from worldsize.world.world import existing_groups, regrouped
-
-# Groups with collectives that did not finish. Whoever frees such a group waits for them, so that they are kept for as
-# long as this process lives, also after the last membership.
-_UNFINISHED: list[tuple[list[Work], list[ProcessGroup]]] = []
+from worldsize.world.world import regrouped
 
 
 @final
@@ -84,8 +79,8 @@ class HealingMember:
         Raises:
             Exception: the program failed, and not because of a peer.
         """
-        if self._settings.cluster.backend == "gloo":  # NCCL's own waits end when it is aborted
-            INTERRUPTION.begin(self._channel.check, longest=self._settings.cluster.timeout)
+        ends_waits = self._settings.cluster.backend == "gloo"  # NCCL's own end when it is aborted
+        INTERRUPTION.begin(self._channel.check if ends_waits else None, longest=self._settings.cluster.timeout)
         channel, heartbeat = self._channel, self._placement.heartbeat
         carried = Carried(self._settings, heartbeat, channel.begin_step, channel.finish)
         carried.build(world)
@@ -107,6 +102,7 @@ class HealingMember:
                 if is_spare:
                     if self._shards:
                         self._shards.release()
+                    LEFT_GROUPS.free()
                     continue
                 make = partial(make_replica, settings, world, carried.before_update, connections)
                 replica = self._replica_of(make, world, membership, carried)
@@ -138,6 +134,8 @@ class HealingMember:
         if self._shards is None:
             return self._with_newest_state(make_replica(), world, membership, carried)
         self._agree_on_log(world, carried)
+        self._shards.release()
+        LEFT_GROUPS.free()
         with nullcontext() if membership.source is None else state_follows():
             return self._shards.recover(make_replica, world, membership.number, self._settings.loop)
 
@@ -152,9 +150,7 @@ class HealingMember:
         """
         if self._shards:
             self._shards.leave()
-        _UNFINISHED[:] = [(works, groups) for works, groups in _UNFINISHED if not all(map(Work.is_completed, works))]
-        if unfinished := INTERRUPTION.unfinished():
-            _UNFINISHED.append((unfinished, existing_groups()))
+        LEFT_GROUPS.keep()
         self._channel.begin(membership.number, connections.cut)
         settings, copies = self._settings.among(len(membership.members)), self._shards is not None
         # before the context, since what the stores open outlasts the membership
@@ -203,7 +199,7 @@ class HealingMember:
         replica.load(state)
         self._replica = replica
         carried.progress = TrainingProgress(step, progress.skipped, evaluated, saved)
-        gc.collect()  # the replica before, and its groups, refer to themselves
+        LEFT_GROUPS.free()
         return replica
 
     def _agree_on_log(self, world: World, carried: Carried) -> None:

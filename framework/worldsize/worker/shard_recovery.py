@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 from functools import partial
@@ -59,7 +58,6 @@ class ShardRecovery:
     def release(self) -> None:
         """Let go of the replica before, all of whose groups are left."""
         self._carried.copy = _nothing
-        gc.collect()  # the replica and its groups refer to themselves
 
     def recover(self, make_replica: Callable[[], Replica], world: World, number: int, loop: LoopConfig) -> Replica:
         """Make the replica of membership ``number``, with the newest state of which no part is lost.
@@ -71,7 +69,6 @@ class ShardRecovery:
         """
         carried = self._carried
         before = carried.progress
-        self.release()
         replica = make_replica()
         group = world.groups.get(f"copies/{world.role}")
         newest = recovered(replica.state(), self._left, group)

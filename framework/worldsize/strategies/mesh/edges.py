@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from worldsize.collectives.step_timer import wait
+from worldsize.collectives.step_timer import started, wait
 
 
 def neighbours(pipeline: int, *, is_ring: bool) -> Iterator[tuple[int, int]]:
@@ -43,9 +43,7 @@ class Edges:
     def start(self, tensor: Tensor, source: int, target: int) -> Work:
         """Start to send ``tensor``, of any shape, if this is rank ``source``, or to fill it if it is ``target``."""
         first = 0 if source < target else 1  # the ranks of a group are in ascending order
-        work = dist.broadcast(tensor, group=self.groups[source, target], group_src=first, async_op=True)
-        assert work is not None
-        return work
+        return started(dist.broadcast(tensor, group=self.groups[source, target], group_src=first, async_op=True))
 
     def messages(self, messages: list[dist.P2POp]) -> list[dist.P2POp]:
         """Return these messages between stages, to be sent and waited for in this way."""

@@ -13,6 +13,7 @@ from worldsize.core import ConfigError, MicroBatch, Recipe, Reduction, Replica, 
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
+from worldsize.strategies.local_steps import step_locally
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.mesh.groups import MeshGroups
 from worldsize.strategies.mesh.layout import Layout, along
@@ -81,6 +82,7 @@ class Rank:
         """Make the optimizer of this rank's part; ``full_state`` is its unsharded state."""
         optimizer = optimizer_of(self.recipe, model)
         keep_held(optimizer)
+        step_locally(optimizer)
         step_apart(optimizer)
         parts = ShardedOptimizerState(model, optimizer, own=optimizer, full=full_state)
         return TrainState(model, optimizer, self.recipe.schedule(optimizer), parts)

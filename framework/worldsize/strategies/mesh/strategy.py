@@ -32,7 +32,7 @@ from worldsize.strategies.mesh.partition import check_pipelines, stages_of
 from worldsize.strategies.mesh.rank import Rank
 from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule
 from worldsize.strategies.step_hooks import recipe_hooks
-from worldsize.strategies.wrapping import Wrap, refuse_divided_matrices, refuse_sparse_gradients
+from worldsize.strategies.wrapping import Wrap, refuse_divided_matrices, refuse_fused, refuse_sparse_gradients
 
 if TYPE_CHECKING:
     from torch import nn
@@ -113,6 +113,7 @@ class Mesh(Strategy):
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_sparse_gradients(model)
         refuse_divided_matrices(optimizer)
+        refuse_fused(optimizer, self.reduce)
         if recipe_hooks(optimizer):
             refuse_mixing_hooks(recipe, model)
         if self.tensor > 1:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from worldsize.collectives.step_timer import wait
+from worldsize.collectives.step_timer import started, wait
 from worldsize.core import World
 
 Begun = Callable[[], Callable[[], Tensor]]
@@ -44,7 +44,7 @@ class Exact(Exchange):
     """An all-reduce in float32, which has no second half."""
 
     def _begin(self, row_n: Tensor) -> Begun:
-        work = dist.all_reduce(row_n, group=self.group, async_op=True)
+        work = started(dist.all_reduce(row_n, group=self.group, async_op=True))
 
         def mean() -> Tensor:
             wait(work)

@@ -1,0 +1,139 @@
+"""Optimizers that update local shards compute what plain PyTorch does with whole tensors, and save the same state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.utils._pytree import tree_leaves, tree_map
+
+from worldsize.core import World
+from worldsize.strategies.local_steps import step_locally
+from worldsize.strategies.step_hooks import StrategyHook
+from worldsize.strategies.train_state import TrainState
+from worldsize.testing.worlds import run_in_worlds
+
+SIZES = [(4, 3), (5,), (1, 2)]  # over three ranks, of which some have fewer rows or none
+MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "Adadelta": lambda model: Adadelta(model.parameters(), lr=0.1, weight_decay=0.1),
+    "Adam": lambda model: Adam(model.parameters(), lr=torch.tensor(0.1), weight_decay=0.1, amsgrad=True),
+    "Adamax": lambda model: Adamax(model.parameters(), lr=0.1, weight_decay=0.1),
+    "AdamW": lambda model: AdamW(model.parameters(), lr=0.1, weight_decay=0.1),
+    "AdamW, foreach": lambda model: AdamW(model.parameters(), lr=0.1, weight_decay=0.1, foreach=True),
+    "ASGD": lambda model: ASGD(model.parameters(), lr=0.1, weight_decay=0.1),
+    "NAdam": lambda model: NAdam(model.parameters(), lr=0.1, weight_decay=0.1),
+    "RAdam": lambda model: RAdam(model.parameters(), lr=0.1, weight_decay=0.1),
+    "RMSprop": lambda model: RMSprop(model.parameters(), lr=0.1, momentum=0.5, centered=True),
+    "Rprop": lambda model: Rprop(model.parameters(), lr=0.1),
+    "SGD": lambda model: SGD(model.parameters(), lr=0.1, weight_decay=0.1),
+    "SGD, momentum": lambda model: SGD(model.parameters(), lr=0.1, weight_decay=0.1, momentum=0.9, nesterov=True),
+}
+
+
+def values(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*size, generator=generator) for size in SIZES]
+
+
+def module(tensors: list[Tensor]) -> nn.Module:
+    return nn.ParameterDict({f"p{place}": nn.Parameter(tensor) for place, tensor in enumerate(tensors)})
+
+
+def sharded(tensors: list[Tensor], world: World) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (world.size,))
+    return [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in tensors]
+
+
+def take_steps(
+    own: nn.Module, optimizer: Optimizer, steps: range, form: Callable[[list[Tensor]], list[Tensor]]
+) -> None:
+    for step in steps:
+        for parameter, gradient in zip(own.parameters(), form(values(step)), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+
+def whole(tree: object) -> object:
+    return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, tree)
+
+
+def same(one: object, other: object) -> bool:
+    def equal(first: object, second: object) -> bool:
+        return (
+            torch.equal(first, second) if isinstance(first, Tensor) and isinstance(second, Tensor) else first == second
+        )
+
+    return all(tree_leaves(tree_map(equal, one, other)))
+
+
+def test_updates_of_shards_have_the_bits_and_the_state_of_plain_updates() -> None:
+    def trained(world: World) -> list[str]:
+        return [name for name, make in MAKERS.items() if not is_equal(make, world)]
+
+    def is_equal(make: Callable[[nn.Module], Optimizer], world: World) -> bool:
+        """Train, save, load into another optimizer, and train on; beside it whole tensors by plain PyTorch."""
+        plain = module(values(0))
+        reference = make(plain)
+        expected = TrainState(plain, reference, None)
+        take_steps(plain, reference, range(1, 3), lambda tensors: tensors)
+        own = module(sharded(values(0), world))
+        first = TrainState(own, make(own), None)
+        step_locally(first.optimizer)
+        first.optimizer_state()  # of an optimizer that has not stepped, which leaves no trace
+        take_steps(own, first.optimizer, range(1, 3), lambda tensors: sharded(tensors, world))
+        equal = same(whole(first.optimizer_state()), expected.optimizer_state())
+        again = module(sharded(values(9), world))
+        then = TrainState(again, make(again), None)
+        step_locally(then.optimizer)
+        then.load(first.state())
+        take_steps(plain, reference, range(3, 5), lambda tensors: tensors)
+        take_steps(again, then.optimizer, range(3, 5), lambda tensors: sharded(tensors, world))
+        return equal and same(whole(dict(again.named_parameters())), dict(plain.named_parameters()))
+
+    assert run_in_worlds(trained, 3) == [[], [], []]
+
+
+def test_gradients_that_are_sums_on_each_rank_are_added_up_first() -> None:
+    def stepped(world: World) -> Tensor:
+        mesh = init_device_mesh("cpu", (world.size,))
+        own = module([DTensor.from_local(torch.zeros(3), mesh, [Replicate()], run_check=False)])
+        (parameter,) = own.parameters()
+        optimizer = SGD(own.parameters(), lr=1.0)
+        step_locally(optimizer)
+        parameter.grad = DTensor.from_local(torch.full((3,), 1.0 + world.rank), mesh, [Partial()], run_check=False)
+        optimizer.step()
+        full: Tensor = whole(parameter.detach())  # type: ignore[assignment]
+        return full
+
+    assert [each.tolist() for each in run_in_worlds(stepped, 2)] == [[-3.0] * 3] * 2
+
+
+class Derived(SGD):
+    """An optimizer whose own step may read what it likes."""
+
+
+def test_only_optimizers_that_are_known_to_be_elementwise_see_shards() -> None:
+    def seen(world: World) -> list[str]:
+        adamw, sgd, derived, adagrad = (module(sharded(values(0), world)) for _ in range(4))
+        hooked = SGD(sgd.parameters(), lr=0.1)
+        hooked.register_step_post_hook(lambda *_: None)  # such as one that averages weights
+        optimizers = AdamW(adamw.parameters()), hooked, Derived(derived.parameters()), Adagrad(adagrad.parameters())
+        return [kind_of_parameters(optimizer) for optimizer in optimizers]
+
+    def kind_of_parameters(optimizer: Optimizer) -> str:
+        """Return what the parameters are while the optimizer steps; they are the same before and after."""
+        step_locally(optimizer)
+        (group,), kinds = optimizer.param_groups, set[str]()
+        before = list(group["params"])
+        hook = StrategyHook(lambda: kinds.update(type(parameter.data).__name__ for parameter in group["params"]))
+        optimizer.register_step_pre_hook(hook)
+        optimizer.step()
+        assert all(one is other for one, other in zip(group["params"], before, strict=True))
+        (kind,) = kinds
+        return kind
+
+    assert run_in_worlds(seen, 2) == [["Tensor", "DTensor", "DTensor", "DTensor"]] * 2
