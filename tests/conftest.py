@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +154,12 @@ HEAVY = (
 SAYS = {"heavy": ("mark.heavy",), "slow": ("mark.slow",), "bits": ("mark.bits", "Contract"), "gpu": ("DEVICES", "CUDA")}
 
 
+@cache
 def is_heavy(path: Path) -> bool:
     return any(path.is_relative_to(Path(__file__).parent.joinpath(*each.split("/"))) for each in HEAVY)
 
 
+@cache
 def may_have(mark: str, path: Path) -> bool:
     return (mark == "heavy" and is_heavy(path)) or any(words in path.read_text() for words in SAYS[mark])
 
@@ -168,6 +172,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if marks == "not slow and not heavy and not gpu":
         return is_heavy(collection_path) or None
     return (marks in SAYS and not may_have(marks, collection_path)) or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import the tests without garbage collection, which would scan all of them again and again and find nothing."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
