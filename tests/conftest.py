@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import warm
 from tests.clusters import slurm as real
@@ -28,8 +27,8 @@ from worldsize.testing import hosts as namespaces
 from worldsize.world.scratch import private_folder
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # many containers set it: each process would compile its imports
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of many small models would spin for the same few cores
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # of this process, which has imported it by now
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported, after this file and not by the
+# process that only distributes tests; threads of many small models would spin for the same few cores
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's background job; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 REPOSITORY = Path(__file__).parents[1]
