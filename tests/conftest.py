@@ -368,4 +368,4 @@ def _begun(root: Path, after: int = 3) -> Path:
                 if lines and json.loads(lines[-1])["step"] > after:
                     return file.parent
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.05)  # each look walks through the folders
