@@ -119,6 +119,7 @@ HEAVY = (
     "engine/test_averaging.py",
     "faults/test_healing_of_fsdp.py",
     "faults/test_healing_of_mesh.py",
+    "faults/test_healing_of_shards.py",
     "faults/test_recovery.py",
     "faults/test_stream_recovery.py",
     "launch/test_own_launcher.py",
