@@ -370,7 +370,9 @@ def test_help_on_hydra_is_hydras_own(train: Any) -> None:
 
 
 @pytest.mark.parametrize("module", ["omegaconf", "hydra", "torch"])
-@pytest.mark.parametrize("program", [(str(REPOSITORY / "train.py"),), ("-m", "worldsize", "train")], ids=["file", "module"])
+@pytest.mark.parametrize(
+    "program", [(str(REPOSITORY / "train.py"),), ("-m", "worldsize", "train")], ids=["file", "module"]
+)
 def test_an_interrupt_while_it_imports_ends_it_quietly(tmp_path: Path, program: tuple[str, ...], module: str) -> None:
     """A module of that name that comes first on the path stands for Ctrl-C at the time when it is imported."""
     interrupt = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise ImportError('nothing was interrupted')\n"

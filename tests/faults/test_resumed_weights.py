@@ -84,7 +84,8 @@ recipe:
   _target_: recipes.own.recipe.Own
 """
 WORDS = ("recipe=own", "cluster.threads=1", "reproducibility=elastic", "logical_ranks=4", "ema.decay=0.9")
-SAVES = ("checkpoint.every=2", "checkpoint.keep.last=2", "faults=[{action: kill, rank: 1, step: 7}]")  # of step 4 is saved by then
+KILL = "faults=[{action: kill, rank: 1, step: 7}]"  # step 4 is saved by then
+SAVES = ("checkpoint.every=2", "checkpoint.keep.last=2", KILL)
 EQUAL = ("state_digest", "metrics_digest", "metrics")
 
 
@@ -156,7 +157,8 @@ def test_a_run_whose_checkpoints_are_damaged_goes_on_from_an_older_one_or_draws_
     (project / "draws").mkdir()
     if damage == "all":
         shutil.rmtree(older)
-        refused = command("resume", str(run.folder), "--allow-older", cwd=project, environment=environment_without_wandb)
+        words = ("resume", str(run.folder), "--allow-older")
+        refused = command(*words, cwd=project, environment=environment_without_wandb)
         assert refused.returncode == 1
         assert draws(project) == []
         shutil.rmtree(newest)

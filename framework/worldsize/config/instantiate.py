@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import hydra.utils
 from hydra.errors import InstantiationException
 
+from worldsize.config.files_read import place_of
 from worldsize.config.optimizer_groups import check_groups, makes_optimizer, with_groups
 from worldsize.core.limits import check_limits, hints_of
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
@@ -164,7 +165,7 @@ def check_arguments(target: Any, node: Mapping[str, Any], key: str) -> None:
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         for name in given:
             if name not in parameters:
-                raise ConfigError(f"no key '{key}.{name}'{neighbours(name, parameters)}")
+                raise ConfigError(f"no key '{key}.{name}'{neighbours(name, parameters)}{place_of(f'{key}.{name}')}")
     _check_types(target, node, given, key)
     check_limits(target, node, key=key)
 

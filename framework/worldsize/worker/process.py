@@ -159,9 +159,7 @@ def _play(
         return Training(settings, run, world, replica, listeners, preemption, carried).run()
 
 
-def _beginning(
-    settings: Settings, run: RunDirectory, world: World, carried: Carried
-) -> AbstractContextManager[None]:
+def _beginning(settings: Settings, run: RunDirectory, world: World, carried: Carried) -> AbstractContextManager[None]:
     """Return a context for making the replica, in which no weights are made that are then loaded."""
     if settings.run.evaluates is not None:
         return state_follows()
