@@ -162,8 +162,8 @@ def test_a_run_whose_checkpoints_are_damaged_goes_on_from_an_older_one_or_draws_
         assert refused.returncode == 1
         assert draws(project) == []
         shutil.rmtree(newest)
-    words = ("resume", str(run.folder), "faults=[]", "--allow-older")
-    done = command(*words, cwd=project, environment=environment_without_wandb)
+    anew = ("resume", str(run.folder), "faults=[]", "--allow-older")
+    done = command(*anew, cwd=project, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
     assert {key: run.json("result.json")[key] for key in EQUAL} == expected
     if damage == "all":
