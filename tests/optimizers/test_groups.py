@@ -197,4 +197,4 @@ def test_an_option_with_too_few_numbers_is_told_with_how_many_it_takes(options: 
     node = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 0.1, **options}
     own = model()
     with pytest.raises(ConfigError, match=re.escape(message)), named_by(own):
-        build(node, Callable, allowed=Allowed(), key="optimizer")(own.parameters())  # type: ignore[type-abstract]
+        build(node, partial, allowed=Allowed(), key="optimizer")(own.parameters())

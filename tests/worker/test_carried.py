@@ -34,7 +34,7 @@ HOST = torch.device("cpu")
 def test_weights_are_drawn_unless_all_of_them_are_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_saved: bool, ignored: list[str], initial: Any, draws: bool
 ) -> None:
-    checkpoint = SimpleNamespace(step=3) if is_saved else None
+    checkpoint: Any = SimpleNamespace(step=3) if is_saved else None
     monkeypatch.setattr(carried, "newest", lambda *_, **__: checkpoint)
     config: Any = SimpleNamespace(
         checkpoint=SimpleNamespace(allow_older=False, ignored=lambda step: ignored), initial=initial
