@@ -1,4 +1,4 @@
-"""Where ``worldsize``, ``python -m worldsize`` and ``train.py`` begin: before they import what takes long."""
+"""Starts ``worldsize``, ``python -m worldsize`` and ``train.py``, before they import what takes long."""
 
 from __future__ import annotations
 

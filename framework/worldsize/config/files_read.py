@@ -16,7 +16,7 @@ def forget_files() -> None:
 
 
 def note_file(file: Path, package: str, config: DictConfig) -> None:
-    """Note that ``config`` was read from ``file``, and is put at the key ``package`` ("": at the top)."""
+    """Remember that ``config``, read from ``file``, belongs below the key ``package``; "" is the root."""
     _READ[file] = package, config
 
 
