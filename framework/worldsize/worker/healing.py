@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -131,12 +130,12 @@ class HealingMember:
         self, make_replica: Callable[[], Replica], world: World, membership: Membership, carried: Carried
     ) -> Replica:
         """Make the replica of this process in a membership, with the newest state."""
-        if self._shards is None:
-            return self._with_newest_state(make_replica(), world, membership, carried)
-        self._agree_on_log(world, carried)
-        self._shards.release()
-        LEFT_GROUPS.free()
-        with nullcontext() if membership.source is None else state_follows():
+        with carried.beginning(self._run, world) if membership.source is None else state_follows():
+            if self._shards is None:
+                return self._with_newest_state(make_replica(), world, membership, carried)
+            self._agree_on_log(world, carried)
+            self._shards.release()
+            LEFT_GROUPS.free()
             return self._shards.recover(make_replica, world, membership.number, self._settings.loop)
 
     def _tell(self, event: Event) -> None:
