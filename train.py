@@ -1,6 +1,6 @@
 """The same program at any world size: ``python train.py --help``."""
 
-from worldsize.app.train import main
+from worldsize.__main__ import train
 
 if __name__ == "__main__":
-    main()
+    train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import json
 import os
@@ -14,11 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import warm
 from tests.clusters import slurm as real
@@ -26,8 +27,8 @@ from worldsize.testing import hosts as namespaces
 from worldsize.world.scratch import private_folder
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # many containers set it: each process would compile its imports
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of many small models would spin for the same few cores
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # of this process, which has imported it by now
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported, after this file and not by the
+# process that only distributes tests; threads of many small models would spin for the same few cores
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's background job; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 REPOSITORY = Path(__file__).parents[1]
@@ -118,6 +119,7 @@ HEAVY = (
     "engine/test_averaging.py",
     "faults/test_healing_of_fsdp.py",
     "faults/test_healing_of_mesh.py",
+    "faults/test_healing_of_shards.py",
     "faults/test_recovery.py",
     "faults/test_stream_recovery.py",
     "launch/test_own_launcher.py",
@@ -152,10 +154,12 @@ HEAVY = (
 SAYS = {"heavy": ("mark.heavy",), "slow": ("mark.slow",), "bits": ("mark.bits", "Contract"), "gpu": ("DEVICES", "CUDA")}
 
 
+@cache
 def is_heavy(path: Path) -> bool:
     return any(path.is_relative_to(Path(__file__).parent.joinpath(*each.split("/"))) for each in HEAVY)
 
 
+@cache
 def may_have(mark: str, path: Path) -> bool:
     return (mark == "heavy" and is_heavy(path)) or any(words in path.read_text() for words in SAYS[mark])
 
@@ -168,6 +172,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if marks == "not slow and not heavy and not gpu":
         return is_heavy(collection_path) or None
     return (marks in SAYS and not may_have(marks, collection_path)) or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import the tests without garbage collection, which would scan all of them again and again and find nothing."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -356,4 +369,4 @@ def _begun(root: Path, after: int = 3) -> Path:
                 if lines and json.loads(lines[-1])["step"] > after:
                     return file.parent
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.05)  # each look walks through the folders

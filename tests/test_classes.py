@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -12,7 +13,6 @@ FILES = [
     for folder in ("framework/worldsize", "plugins", "recipes")
     for path in sorted((REPOSITORY / folder).rglob("*.py"))
 ]
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 CONSTRUCTORS = ("__init__", "__post_init__", "__new__")
 
 LINES, METHODS, FIELDS, PARAMETERS = 350, 12, 12, 7
@@ -45,17 +45,24 @@ FOREIGN = {  # attributes of objects that are not ours, which their libraries as
     *("_opt_called", "trainer"),  # torch's schedules look at the one, modules of Lightning have the other
     *("minimum_version", "check_hostname", "verify_mode", "handlers", "propagate", "stdout", "stderr", "epilog"),
     *("value", "caption", "overflow", "keep_trailing_newline", "_worker_info"),  # shared memory, rich, jinja2, torch
+    "atexit",  # of a finalizer
 }
 
 
-def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
-    for path, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                yield path, node
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Return the syntax tree of each file, parsed for the first test of them, not where tests are only collected."""
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
-BY_NAME = {node.name: node for _, node in classes()}
+@cache
+def classes() -> list[ast.ClassDef]:
+    return [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+@cache
+def by_name() -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in classes()}
 
 
 def methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
@@ -89,7 +96,7 @@ def fields(node: ast.ClassDef) -> set[str]:
 def declared(node: ast.ClassDef) -> set[str]:
     """Return the names that the class or one of our classes that it derives from declares."""
     bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
-    above = [BY_NAME[base.id] for base in bases if isinstance(base, ast.Name) and base.id in BY_NAME]
+    above = [by_name()[base.id] for base in bases if isinstance(base, ast.Name) and base.id in by_name()]
     body = [each for each in node.body if isinstance(each, ast.Assign | ast.AnnAssign)]
     named = [each for statement in body for each in ast.walk(statement) if isinstance(each, ast.Name)]
     own = {each.name for each in methods(node)} | {each.id for each in named if isinstance(each.ctx, ast.Store)}
@@ -98,9 +105,6 @@ def declared(node: ast.ClassDef) -> set[str]:
 
 def is_static(method: ast.FunctionDef) -> bool:
     return any(ast.unparse(each) in ("staticmethod", "classmethod") for each in method.decorator_list)
-
-
-KNOWN: set[str] = set().union(*(declared(node) for _, node in classes()))
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
@@ -126,24 +130,25 @@ def test_files_are_short() -> None:
 
 
 def test_classes_have_few_methods() -> None:
-    count = [(node.name, len({each.name for each in methods(node)} - {*CONSTRUCTORS})) for _, node in classes()]
+    count = [(node.name, len({each.name for each in methods(node)} - {*CONSTRUCTORS})) for node in classes()]
     assert_listed({name: number for name, number in count if number > METHODS}, MANY_METHODS)
 
 
 def test_classes_have_few_fields() -> None:
-    count = [(node.name, len(fields(node))) for _, node in classes()]
+    count = [(node.name, len(fields(node))) for node in classes()]
     assert_listed({name: number for name, number in count if number > FIELDS}, MANY_FIELDS)
 
 
 def test_functions_have_few_parameters() -> None:
-    functions = [(path, node) for path in FILES for node in ast.walk(TREES[path]) if isinstance(node, ast.FunctionDef)]
+    nodes = [(path, node) for path, tree in trees().items() for node in ast.walk(tree)]
+    functions = [(path, node) for path, node in nodes if isinstance(node, ast.FunctionDef)]
     many = [(path, node) for path, node in functions if len(parameters(node)) > PARAMETERS]
     assert [f"{short(path)}:{node.lineno} {node.name}" for path, node in many] == []
 
 
 def test_attributes_are_declared_in_the_constructor_or_the_body_of_their_class() -> None:
     later: dict[str, object] = {}
-    for _, node in classes():
+    for node in classes():
         known = declared(node)
         others = [each for each in methods(node) if each.name not in CONSTRUCTORS and not is_static(each)]
         if born := set().union(*(assigned_to_self(each) for each in others)) - known:
@@ -153,11 +158,11 @@ def test_attributes_are_declared_in_the_constructor_or_the_body_of_their_class()
 
 def test_nothing_is_hung_onto_another_object() -> None:
     """Whoever assigns an attribute of another object assigns one that a class of ours declares."""
-    known = KNOWN | FOREIGN
+    known = FOREIGN.union(*map(declared, classes()))
     others = [
         f"{short(path)}:{each.lineno} {ast.unparse(each)}"
-        for path in FILES
-        for each in assigned(TREES[path])
+        for path, tree in trees().items()
+        for each in assigned(tree)
         if ast.unparse(each.value) not in ("self", "cls") and each.attr not in known
     ]
     assert others == []

@@ -1,15 +1,58 @@
-"""``python -m worldsize``: the same as the ``worldsize`` command."""
+"""Starts ``worldsize``, ``python -m worldsize`` and ``train.py``, before they import what takes long."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
-from worldsize.world.preemption import SIGNALS
+_INTERRUPTED = 128 + signal.SIGINT
 
-if sys.argv[1:2] == ["agent"]:  # a scheduler may signal it while it still imports; its gang unblocks them
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
-from worldsize.app import main
+def main() -> None:
+    """Run the ``worldsize`` command line."""
+    if sys.argv[1:2] == ["agent"]:  # a scheduler may signal it while it still imports; its gang unblocks them
+        from worldsize.world.preemption import SIGNALS
 
-main()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    with _ends_at_once():
+        from worldsize.app import main as command
+    _call(command)
+
+
+def train() -> None:
+    """Run ``train.py``."""
+    with _ends_at_once():
+        from worldsize.app.train import main as command
+    _call(command)
+
+
+@contextmanager
+def _ends_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process without a traceback, while there is nothing to clean up."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # a shell ignores it for jobs behind it
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os._exit(_INTERRUPTED)
+
+
+def _call(command: Callable[[], None]) -> None:
+    try:
+        command()
+    except KeyboardInterrupt:
+        from worldsize.app import exit_process
+
+        exit_process(_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

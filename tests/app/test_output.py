@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from worldsize.app import keep_operators
 from worldsize.driver.hints import needs_uv
 from worldsize.messages import until_output_closes
 
@@ -72,3 +76,16 @@ def test_a_hint_begins_with_uv_run_where_nothing_else_finds_the_command(
     (below := tmp_path / "notebooks").mkdir()
     told = {name: value.format(tmp_path) for name, value in environ.items()}
     assert needs_uv(told, below, (tmp_path / prefix).resolve()) is wanted
+
+
+def test_an_exit_leaves_operators_registered_and_removes_temporary_folders(tmp_path: Path) -> None:
+    import torch  # takes seconds, for which the other tests need not wait
+
+    library = torch.library.Library("worldsize_test", "FRAGMENT")  # type: ignore[no-untyped-call]
+    with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+        registry: list[Any] = list(getattr(weakref.finalize, "_registry"))  # noqa: B009 - private
+        of_library = [each for each in registry if each.peek()[0] is library]
+        others = [each for each in registry if each.peek()[2:3] and folder in str(each.peek()[2])]
+        keep_operators()
+        assert [each.atexit for each in of_library] == [False]
+        assert [each.atexit for each in others] == [True]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.config.test_malformed import called
 from tests.small_disk import mounted
 from worldsize import app
 
+REPOSITORY = Path(__file__).parents[2]
 QUICK = ("recipe=digits", "steps=3", "recipe.width=4")
 
 
@@ -365,3 +367,17 @@ def test_help_on_hydra_is_hydras_own(train: Any) -> None:
     run = train("--hydra-help", "steps=3")
     assert (run.code, run.error) == (0, "")
     assert "Hydra is the framework that powers this app" in run.output or "hydra/sweeper" in run.output
+
+
+@pytest.mark.parametrize("module", ["omegaconf", "hydra", "torch"])
+@pytest.mark.parametrize(
+    "program", [(str(REPOSITORY / "train.py"),), ("-m", "worldsize", "train")], ids=["file", "module"]
+)
+def test_an_interrupt_while_it_imports_ends_it_quietly(tmp_path: Path, program: tuple[str, ...], module: str) -> None:
+    """A module of that name that comes first on the path stands for Ctrl-C at the time when it is imported."""
+    interrupt = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise ImportError('nothing was interrupted')\n"
+    (tmp_path / f"{module}.py").write_text(interrupt)
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = (sys.executable, *program, "launch=show", "logger=none")
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -88,18 +88,31 @@ class Slurm:
             return self.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%t").split()
         return []
 
-    def state(self, job: str) -> str:
+    def facts(self, job: str) -> dict[str, str]:
+        """Return what Slurm shows of a job."""
         try:
             words = self.ask("scontrol", "show", "job", "--oneliner", job).split()
         except subprocess.CalledProcessError:  # the controller is busy
             words = self.ask("scontrol", "show", "job", "--oneliner", job).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)["JobState"]
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def state(self, job: str) -> str:
+        return self.facts(job)["JobState"]
+
+    def daemon(self, node: str) -> int:
+        """Return the process id of a node's daemon."""
+        return int((self.folder / "run" / f"slurmd.{node}.pid").read_text())
+
+    def processes(self, node: str, command: str = "") -> list[int]:
+        """Return the processes of a node's jobs whose command line begins like this, oldest first."""
+        own = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_CONF={self.folder}/slurm.conf".encode()}
+        there = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if own <= _variables(path)]
+        return sorted(pid for pid in there if _command(pid).startswith(command))
 
     def kill(self, node: str) -> None:
         """Kill everything on a node, as if its power were cut: its daemon, job scripts, steps and their processes."""
-        os.kill(int((self.folder / "run" / f"slurmd.{node}.pid").read_text()), signal.SIGKILL)
-        own = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_CONF={self.folder}/slurm.conf".encode()}
-        there = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if own <= _variables(path)]
+        os.kill(self.daemon(node), signal.SIGKILL)
+        there = self.processes(node)
         daemons = {parent for parent in map(_parent, there) if parent and _name(parent).startswith("slurmstepd")}
         for pid in (*daemons, *there):
             with suppress(OSError):
@@ -121,6 +134,12 @@ def _variables(environ: Path) -> set[bytes]:
     with suppress(OSError):
         return {*environ.read_bytes().split(b"\0")}
     return set()
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
 
 
 def _parent(pid: int) -> int | None:

@@ -279,9 +279,10 @@ def test_a_run_that_heals_goes_on_without_a_node_that_is_taken_out(
     assert state_digest(run.folder) == laptop("steps=150")
 
 
-def test_a_run_that_heals_is_saved_and_queued_again_and_ends_with_its_first_node(
+def test_a_run_that_heals_is_queued_again_after_a_signal_and_when_its_first_node_is_taken_out(
     slurm: Slurm, submit: Any, laptop: Any, begun: Any
 ) -> None:
+    """Slurm kills the script with the node, upon which the job would have failed."""
     slow = "faults=[{action: sleep, rank: null, step: null, seconds: 0.1, attempt: null}]"
     run = submit("steps=120", "strategy.on_failure=heal", "log_every=1", slow)
     begun(run.folder, after=3)
@@ -289,9 +290,10 @@ def test_a_run_that_heals_is_saved_and_queued_again_and_ends_with_its_first_node
     slurm.wait_for(job_of(run.folder), "PENDING", "REQUEUED")
     begun(run.folder, after=20)
     with taken_out(slurm, "127.0.0.1"):
-        slurm.wait_for(job_of(run.folder), "FAILED")
-    again = slurm.ask("sbatch", "--parsable", str(run.folder / "slurm.sh")).strip()
-    slurm.wait_for(again, "COMPLETED")
-    assert reasons(run.folder)[0] == "preempted"
-    assert reasons(run.folder)[-1] == "completed"
+        slurm.wait_for(job_of(run.folder), "PENDING")
+        slurm.kill("127.0.0.1")
+        slurm.start("127.0.0.1")  # it is repaired
+    slurm.wait_for(job_of(run.folder), "COMPLETED")
+    assert reasons(run.folder) == ["preempted", "killed", "completed"]
+    assert manifest(run.folder)["attempts"][-1]["job"]["requeues"] == 2
     assert state_digest(run.folder) == laptop("steps=120")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,3 +68,34 @@ def test_a_run_whose_first_node_dies_is_queued_again_by_another_and_goes_on_from
     assert second["steps"][0] >= 20
     assert second["job"]["requeues"] == 1
     assert state_digest(run.folder) == undisturbed("steps=80")
+
+
+def test_a_first_node_that_was_cut_off_ends_before_the_job_that_was_queued_again_begins(
+    three: real.Slurm, train: Any, begun: Any
+) -> None:
+    """Slurm cannot end what is on a node that it does not reach: the node must ask whether the job is still its own."""
+    own = (f"launcher.python={sys.executable}", "cluster.processes_per_node=2")
+    run = train(*DIGITS, *HEAL, *own, "steps=2000", **three.environment)
+    begun(run.folder, after=25)
+    job, first, agents = job_of(run.folder), "127.0.0.1", f"{sys.executable} -m worldsize agent"
+    os.kill(three.daemon(first), signal.SIGKILL)
+    agent, *_ = three.processes(first, agents)
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        wait_until(lambda: three.facts(job)["Restarts"] == "1")  # the other node has queued the job again
+        assert agent in three.processes(first, agents)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    wait_until(lambda: not three.processes(first, agents))
+    assert "is lost, and this one does not lead the run any more: it ends" in logs(run.folder)
+    assert reasons(run.folder) == ["running"]  # the next attempt has not begun
+    three.ask("scancel", job)
+    three.start(first)
+
+
+def wait_until(happened: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait until something has happened."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

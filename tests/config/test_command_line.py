@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from worldsize.config.command_line import REFUSED_FLAGS
 from worldsize.config.compose import compose_and_call, compose_only, task_overrides, wants_sweep
+from worldsize.config.composed import settings_of
 from worldsize.core import ConfigError
 
 FILES = {
@@ -103,6 +104,26 @@ def test_a_group_of_an_additional_folder_needs_no_plus(tmp_path: Path) -> None:
     (tmp_path / "more" / "trial").mkdir(parents=True)
     (tmp_path / "more" / "trial" / "one.yaml").write_text("# @package _global_\nseed: 11\n")
     assert [cfg.seed for cfg in composed("--config-dir", str(tmp_path / "more"), "trial=one")] == [11]
+
+
+@pytest.mark.parametrize(
+    ("group", "text", "key"),
+    [
+        ("strategy", "# x\n_target_: worldsize.strategies.ddp.DDP\nbucket_md: 3\n", "'strategy.bucket_md'"),
+        ("experiment", "# @package _global_\nstrategy: {bucket_md: 3}\n", "'strategy.bucket_md'"),
+        ("experiment", "# @package _global_\nstepz: 3\n", "'stepz'"),
+        ("experiment", "# @package _global_\ncheckpoint: {evry: 3}\n", "'checkpoint.evry'"),
+    ],
+)
+def test_an_unknown_key_in_a_plugins_file_is_told_with_the_file(project: Path, group: str, text: str, key: str) -> None:
+    file = project / "plugins" / "mine" / "conf" / group / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"^no key {key}; did you mean .* It stands in {file}.$"):
+        settings_of(*composed(f"+{group}=mine", "recipe=digits"))
+    with pytest.raises(ConfigError) as typed:
+        settings_of(*composed("+strategy.bucket_me=3", "recipe=digits"))
+    assert "stands in" not in str(typed.value)
 
 
 def test_files_of_an_additional_folder_are_checked_as_all_others(

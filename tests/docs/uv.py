@@ -24,7 +24,7 @@ HOW, SAID = "DOCUMENTED_HOW", "DOCUMENTED_SAID"
 _GPT = ("recipe.width=16", "recipe.depth=4", "recipe.heads=4", "recipe.context=8", "recipe.test_bytes=500")
 # only composed or rendered, as each would import or read data for seconds; other tests train with them
 _COMPOSED = re.compile(r"^(recipe=(hf_causal_lm|word2vec|click_through)|logger\.mode=\w+)$")
-_RENDERED = re.compile(r"^strategy=(?!ddp$)\w+$")
+_RENDERED = re.compile(r"^(strategy=(?!ddp$)\w+|compile=true)$")
 _LEAST_STEPS = {"faults=": 3, "world_sizes=": 5}
 _GROUP = re.compile(r"^\+(cluster|strategy)=")
 _SMALLER = (  # intervals that a short run would not reach, and more processes and sweep points than are needed

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Train
 from tests.observe.run_folders import write_run
+from worldsize.collectives.peer_wait import PEER_WAIT
 from worldsize.observe.report.hangs import hangs
 from worldsize.observe.report.page import page
 from worldsize.observe.report.read import read_run
@@ -161,3 +163,32 @@ def test_two_processes_of_a_rank_that_did_the_same_are_one_row_of_the_report(tmp
         (run / "logs" / f"worker_{rank:05d}.flight{suffix}.json").write_text('{"attempt": 2}')
     (hang,) = hangs(read_run(run))
     assert [row.who for row in hang.rows] == ["worker ranks 1-2"]
+
+
+def test_a_process_that_outlives_a_hang_writes_of_the_next_one_too(tmp_path: Path) -> None:
+    """It waits for a message, then is asked by others, then waits for another message; each once."""
+    log, asked = tmp_path / "server_00000.log", tmp_path / "hang_1"
+
+    def written(number: int) -> bool:
+        return len(hung_processes(tmp_path)) == number
+
+    def await_record(number: int) -> None:
+        deadline = time.monotonic() + 30
+        while not written(number):
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.02)
+
+    with hangs_watched(log, asked, attempt=1, timeout=1.0):
+        with PEER_WAIT.during("work"):
+            await_record(1)
+            threading.Event().wait(0.8)  # the same hang
+            assert written(1)
+        asked.touch()
+        await_record(2)
+        asked.touch()  # by a second one, because of the same hang
+        with PEER_WAIT.during("an answer"):
+            await_record(3)
+    names = ["server_00000.flight_before_1.json", "server_00000.flight_before_2.json", "server_00000.flight.json"]
+    waits = [json.loads((tmp_path / name).read_text())["awaited"] for name in names]
+    assert [each["what"] if each else None for each in waits] == ["work", None, "an answer"]
+    assert waits[2]["seconds"] > 0.6  # else the second one that asked was heard

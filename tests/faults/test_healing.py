@@ -222,9 +222,9 @@ def test_workers_come_and_go_while_it_trains(
     warm_python: Path,
 ) -> None:
     """4, 3, 5 and 2 processes in one run: the digests are those of one process."""
-    steps = ("steps=400", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
+    steps = ("steps=100", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
     options = (*OPTIONS, *FOUR, *steps)
-    slow = faults({"action": "sleep", "rank": None, "step": None, "seconds": 0.02, "attempt": None})
+    slow = faults({"action": "sleep", "rank": None, "step": None, "seconds": 0.1, "attempt": None})
     process = subprocess.Popen(
         [warm_python, str(REPOSITORY / "train.py"), *options, HEAL, "logger=none", "run.root=other", slow],
         cwd=tmp_path,
@@ -236,7 +236,7 @@ def test_workers_come_and_go_while_it_trains(
 
     def wait_for(count: int) -> None:
         deadline = time.monotonic() + 60
-        while workers("list").count("worker") != count or _members(folder) != count:
+        while _members(folder) != count or workers("list").count("worker") != count:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -262,9 +262,9 @@ def test_a_file_changes_the_number_of_processes_and_no_bit(
     tmp_path: Path, reference_run: Any, environment_without_wandb: dict[str, str], begun: Any, warm_python: Path
 ) -> None:
     """2, 4 and 1 processes in one run, with nonsense in the file in between, which ends nothing."""
-    steps = ("steps=260", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
+    steps = ("steps=65", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
     options = (*OPTIONS, *FOUR, *steps)
-    slow = faults({"action": "sleep", "rank": None, "step": None, "seconds": 0.02, "attempt": None})
+    slow = faults({"action": "sleep", "rank": None, "step": None, "seconds": 0.1, "attempt": None})
     policy = ("cluster.processes=2", "autoscale=file", "autoscale.every=0.1")
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(

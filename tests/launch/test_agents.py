@@ -24,13 +24,15 @@ class Announced:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, int]] = [{"attempt": 2, "port": 1}]
+        self.sent: list[dict[str, Any]] = []
 
     def receive(self) -> dict[str, int]:
         if not self.messages:
             raise ConnectionResetError
         return self.messages.pop()
 
-    def send(self, **message: Any) -> None: ...
+    def send(self, **message: Any) -> None:
+        self.sent.append(message)
 
 
 class Waits:
@@ -63,3 +65,13 @@ def test_an_attempt_that_begins_when_its_first_host_is_gone_is_called_off(
     with pytest.raises(WorldsizeError, match="is gone"):
         Follower(launcher, plan, Node(1, 2, HERE), Announced()).follow()  # type: ignore[arg-type]
     assert gang.aborted.is_set()
+
+
+def test_a_first_host_that_only_slept_is_not_told_that_the_attempt_has_ended(tmp_path: Path) -> None:
+    """It would wait for the processes of this host, instead of noticing that it is lost."""
+    roles = {"worker": Role(2, restart="heal")}
+    plan = Plan(tmp_path, Cluster("ssh", nodes=2, processes=2, device="cpu", backend="gloo"), roles, {}, health=None)
+    connection = Announced()
+    with pytest.raises(WorldsizeError, match="is gone"):
+        Follower(Lead(), plan, Node(1, 2, HERE), connection).follow()  # type: ignore[arg-type]
+    assert not any("ended" in message for message in connection.sent)

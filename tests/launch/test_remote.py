@@ -127,7 +127,8 @@ def test_those_that_join_later_are_dealt_to_the_hosts_in_groups_that_share_one(t
     rendezvous = Rendezvous(tmp_path, 2, "", {})
     assert [rendezvous.placement(plan, rank).local_rank for rank in range(12)] == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]
     servers = replace(plan, roles={"worker": Role(4, restart="individual")})  # later ones are on the first host
-    assert [rendezvous.placement(servers, rank).local_rank for rank in range(4, 7)] == [2, 3, 4]
+    later = [rendezvous.placement(servers, rank) for rank in range(4, 7)]
+    assert [(place.node_rank, place.local_rank) for place in later] == [(0, 2), (0, 3), (0, 4)]
     ours.close()
     theirs.close()
 
@@ -181,7 +182,10 @@ def test_processes_of_spare_nodes_follow_those_of_the_plan(pair: Pair, tmp_path:
     hosts = RemoteHosts(agents, plan, 1, tmp_path, SILENCE, None)
     assert [hosts.node_of(number) for number in range(10)] == [0, 0, 1, 1, 2, 2, 0, 1, 2, 0]
     rendezvous = Rendezvous(tmp_path, 2, "", {})
-    assert [rendezvous.placement(plan, number).local_rank for number in range(10)] == [0, 1, 0, 1, 0, 1, 2, 2, 2, 3]
+    places = [rendezvous.placement(plan, number) for number in range(10)]
+    assert [place.local_rank for place in places] == [0, 1, 0, 1, 0, 1, 2, 2, 2, 3]
+    assert [place.node_rank for place in places] == [hosts.node_of(number) for number in range(10)]
+    assert [place.variables()["GROUP_RANK"] for place in places[5:8]] == ["2", "0", "1"]
     for pair_of_ends in ends:
         for end in pair_of_ends:
             end.close()
@@ -219,3 +223,35 @@ def test_a_first_host_that_leads_no_more_ends_instead_of_going_on_without_anothe
     assert killed.get() == (os.getpid(), signal.SIGKILL)
     hosts.dismiss()
     first.close()
+
+
+class _Door:
+    """Stands for the door at which one host has come back."""
+
+    def __init__(self, agent: RemoteAgent) -> None:
+        self.arrivals: Mailbox[RemoteAgent] = Mailbox()
+        self.arrivals.put(agent)
+
+
+def test_the_gang_does_not_wait_while_it_is_asked_whether_this_host_still_leads(tmp_path: Path) -> None:
+    """The gang's loop takes in a host that has come back before its loss was noticed."""
+    ends, answered, asked = [connected(), connected()], threading.Event(), threading.Event()
+
+    def may_go_on() -> bool:
+        asked.set()
+        return answered.wait(15) or True
+
+    door: Any = _Door(RemoteAgent(1, "h2", ends[1][0]))
+    cluster = Cluster("slurm", nodes=2, processes=2, device="cpu", backend="gloo")
+    plan = Plan(tmp_path, cluster, {"worker": Role(2, restart="heal")}, {})
+    hosts = RemoteHosts([RemoteAgent(1, "h2", ends[0][0])], plan, 1, tmp_path, SILENCE, door, may_go_on)
+    hosts.listen()
+    begun = time.monotonic()
+    assert [*hosts.welcome(set())] == [1]
+    assert time.monotonic() - begun < 10
+    assert asked.wait(10)
+    answered.set()
+    for ours, theirs in ends:
+        theirs.close()
+        ours.close()
+    hosts.dismiss()

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from tests.observe.run_folders import attempt, write_run
 from worldsize.launch.ssh import Ssh
-from worldsize.launch.ssh_job import Lineup, SshAgent, Succession
+from worldsize.launch.ssh_job import Lineup, Revival, SshAgent, SshJob, Succession
 from worldsize.records.run_directory import RunDirectory
 
 HOSTS = Lineup(("a", "b", "c", "d"))
@@ -95,3 +96,17 @@ def test_the_first_host_is_told_to_end_if_it_hears_nothing_only_where_another_ma
     echo.let_go()
     assert echo.process.stdout is not None
     assert [*map(json.loads, echo.process.stdout)] == [{"within": 4.5}]
+
+
+def test_agents_that_wait_for_a_lost_first_host_are_let_go_at_once(killed: RunDirectory) -> None:
+    """One that connects when the first host is lost would wait for it for ``cluster.timeout`` seconds."""
+
+    def start(lineup: Lineup, node: int) -> SshAgent:
+        words = ["sh", "-c", f"exit {LOST}"] if node == 0 else ["cat"]  # which ends with its input, as an agent does
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        return SshAgent(lineup.hosts[node], process)
+
+    begun = time.monotonic()
+    job = SshJob(start, HOSTS, 30.0, Revival(killed), succession(killed, set(), most=0))
+    assert job.wait().exit_code == LOST
+    assert time.monotonic() - begun < 15

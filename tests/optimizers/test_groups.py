@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -188,3 +189,24 @@ def test_optimizers_whose_state_cannot_be_kept_are_refused_with_the_reason(libra
     kind = type("Foreign", (AdamW,), {"__module__": f"{library}.optim"})
     with pytest.raises(ConfigError, match=f"{library}: Foreign .*{reason}"):
         refuse_breaking(kind(model().parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"betas": [0.9]}, "optimizer.betas=[0.9]: AdamW takes 2 numbers. Set optimizer.betas=[0.9,0.999]."),
+        ({"betas": [0.9, 0.95, 0.99]}, "optimizer.betas=[0.9,0.95,0.99]: AdamW takes 2 numbers"),
+        ({"betas": 0.9}, "optimizer.betas=0.9: AdamW takes 2 numbers"),
+        ({"betas": [0.9, None]}, "optimizer.betas=[0.9,None]: AdamW takes 2 numbers"),
+        ({"groups": {"a": {"match": ["*"], "betas": [True, 0.9]}}}, "optimizer.groups.a.betas=[True,0.9]: AdamW"),
+        (
+            {"_target_": "worldsize.optimizers.muon.muon", "adamw": {"betas": [0.9]}},
+            "optimizer.adamw.betas=[0.9]:",
+        ),
+    ],
+)
+def test_an_option_with_too_few_numbers_is_told_with_how_many_it_takes(options: Any, message: str) -> None:
+    node = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 0.1, **options}
+    own = model()
+    with pytest.raises(ConfigError, match=re.escape(message)), named_by(own):
+        build(node, partial, allowed=Allowed(), key="optimizer")(own.parameters())

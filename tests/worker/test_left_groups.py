@@ -16,10 +16,8 @@ from torch.distributed import ProcessGroup
 
 from worldsize.collectives.exact import start_all_reduce
 from worldsize.collectives.interruption import INTERRUPTION
-from worldsize.config.settings import Settings
-from worldsize.core import Event, Listener, RunStarted, World
+from worldsize.core import World
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.worker.carried import Carried
 from worldsize.worker.left_groups import LEFT_GROUPS
 
 NUMBERS = 4 << 20  # far more than the buffers of a socket hold
@@ -47,11 +45,8 @@ def interrupted(start: Callable[[Tensor, World], None], world: World) -> weakref
     return weakref.ref(group)
 
 
-def freed(start: Callable[[Tensor, World], None], *, shared: bool = False) -> list[tuple[bool, bool]]:
-    """Return whether the group existed when it was freed before its collective had ended, and whether it does after.
-
-    ``shared``: somebody else lets go of it only after it was freed, as the writer of checkpoints does.
-    """
+def freed(start: Callable[[Tensor, World], None]) -> list[tuple[bool, bool]]:
+    """Return whether the group existed when it was freed before its collective had ended, and whether it does after."""
     barrier = get_context("fork").Barrier(2)  # the peer takes part when the first process says so
 
     def body(world: World) -> tuple[bool, bool]:
@@ -63,9 +58,7 @@ def freed(start: Callable[[Tensor, World], None], *, shared: bool = False) -> li
             barrier.wait(60)
             return True, False
         group = interrupted(start, world)
-        elsewhere = [group()] if shared else []
         LEFT_GROUPS.free()
-        elsewhere.clear()
         existed = group() is not None
         barrier.wait(60)
         barrier.wait(60)
@@ -85,24 +78,3 @@ def test_the_group_of_a_collective_whose_wait_was_never_reached_is_kept_until_it
 
 def test_whoever_frees_the_group_of_a_collective_that_nobody_knows_of_does_not_wait_for_it() -> None:
     assert freed(unknown)[0][1] is False
-
-
-def test_whoever_lets_go_of_a_left_group_after_the_others_does_not_wait_for_its_collectives() -> None:
-    assert freed(unknown, shared=True) == [(True, False)] * 2
-
-
-def test_what_a_process_keeps_between_memberships_holds_no_listener_of_the_membership_before() -> None:
-    def lasting(event: Event) -> None:
-        heard.append(event)
-
-    def told() -> weakref.ref[Listener]:
-        def own(event: Event) -> None:
-            heard.append(event)
-
-        carried.tell_started(event, [lasting], [own])
-        return weakref.ref(own)
-
-    heard: list[Event] = []
-    carried, event = Carried(cast("Settings", None), None), RunStarted("run", 9, 1, evaluated=False)
-    assert [told()() for _ in range(2)] == [None, None]
-    assert heard == [event] * 3  # those that last are told once

@@ -26,6 +26,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from worldsize.config import schema
 from worldsize.config.command_line import brings_files, folder_of_flags, hydra_of_first_point, normalised
 from worldsize.config.explain import explain
+from worldsize.config.files_read import forget_files, place_of
 from worldsize.config.launcher_schema import LauncherSource
 from worldsize.config.objective import SweepEnded
 from worldsize.config.search_path import check_unique, main_conf, searched
@@ -174,6 +175,7 @@ def _hydra_of(cfg: DictConfig) -> dict[str, Any]:
 
 def _prepare(arguments: Sequence[str]) -> None:
     """Register our configuration with Hydra; raise ConfigError for words that Hydra would accept but must not."""
+    forget_files()
     _Folders.additional = folder_of_flags(get_args_parser().parse_known_args(list(arguments))[0])
     check_unique([_Folders.additional] if _Folders.additional else [])
     if chosen := [word for word in arguments if word.lstrip("+").startswith("launcher=")]:
@@ -267,7 +269,7 @@ def _check_keys(node: DictConfig, path: str) -> None:
     known = {field.name for field in fields(kind)} if is_dataclass(kind) else set(map(str, node))
     for key in map(str, node):
         if key not in known:
-            raise ConfigError(f"no key '{path}{key}'{neighbours(key, known)}")
+            raise ConfigError(f"no key '{path}{key}'{neighbours(key, known)}{place_of(f'{path}{key}')}")
         child = cast("Node", node._get_node(key))
         if child._is_missing():
             example = "[a,b]" if OmegaConf.is_list(child) else "VALUE"

@@ -15,6 +15,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from worldsize.config.files_read import place_of
 from worldsize.config.installed import installed
 from worldsize.config.schema import Schema
 from worldsize.config.search_path import config_folders, main_conf, options_in
@@ -25,9 +26,13 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
     """Convert ``error`` to a ConfigError that explains it; ``overrides`` are those that the user typed."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return ConfigError(_unknown_option(error))
-    unknown = re.search(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in ", f"{error}\n{error.__cause__}")
+    text = f"{error}\n{error.__cause__}"
+    unknown = re.search(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in ", text)
     if unknown:
-        return ConfigError(_unknown_key(unknown[1] or unknown[2], overrides))
+        full = re.search(r"full_key: (\S+)", text)
+        key = unknown[1] or (full[1] if full else unknown[2])
+        place = place_of(key)  # before others are composed, to see what they have
+        return ConfigError(f"{_unknown_key(key, overrides)}{place}")
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ValidationError):
         return ConfigError(_wrong_type(cause))

@@ -13,9 +13,11 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import hydra.utils
 from hydra.errors import InstantiationException
 
+from worldsize.config.files_read import place_of
 from worldsize.config.optimizer_groups import check_groups, makes_optimizer, with_groups
 from worldsize.core.limits import check_limits, hints_of
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
+from worldsize.optimizers.arguments import check_tuples
 
 T = TypeVar("T")
 
@@ -155,13 +157,15 @@ def check_arguments(target: Any, node: Mapping[str, Any], key: str) -> None:
     """Check the arguments in ``node`` against the signature of ``target``, its limits and plain types."""
     parameters = inspect.signature(target).parameters
     given = [name for name in node if name not in ("_target_", "_partial_", "_args_", "_convert_", "_recursive_")]
-    if "groups" in given and makes_optimizer(target):
-        check_groups(node["groups"], key=f"{key}.groups")
-        given.remove("groups")
+    if makes_optimizer(target):
+        check_tuples(target, node, key=key)
+        if "groups" in given:
+            check_groups(target, node["groups"], key=f"{key}.groups")
+            given.remove("groups")
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         for name in given:
             if name not in parameters:
-                raise ConfigError(f"no key '{key}.{name}'{neighbours(name, parameters)}")
+                raise ConfigError(f"no key '{key}.{name}'{neighbours(name, parameters)}{place_of(f'{key}.{name}')}")
     _check_types(target, node, given, key)
     check_limits(target, node, key=key)
 

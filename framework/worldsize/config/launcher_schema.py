@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
 from worldsize.config.command_line import REFUSED
+from worldsize.config.files_read import note_file
 from worldsize.config.installed import installed
 from worldsize.config.instantiate import Allowed, resolve
 from worldsize.config.schema import ClusterSchema
@@ -47,11 +48,18 @@ class LauncherSource(FileConfigSource):
         file = Path(self.path, self._normalize_file_name(config_path))
         _warn_of_late_header(file)
         _check_folders(result, file)
+        _note(result, file, group=config_path.rpartition("/")[0])
         if result.header["package"] == "_global_" and isinstance(result.config, DictConfig):
             target = OmegaConf.select(result.config, "launcher._target_")
             if target is not None:
                 _add_keys(result.config, str(target), Path(self.path, f"{config_path}.yaml"))
         return result
+
+
+def _note(result: ConfigResult, file: Path, *, group: str) -> None:
+    package = result.header["package"] or group.replace("/", ".")
+    if isinstance(result.config, DictConfig):
+        note_file(file, "" if package == "_global_" else package, result.config)
 
 
 def _check_folders(result: ConfigResult, file: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from worldsize.errors import ConfigError
+from worldsize.optimizers.arguments import check_tuples
 
 
 def makes_optimizer(target: Any) -> bool:
@@ -18,8 +19,8 @@ def makes_optimizer(target: Any) -> bool:
     return inspect.signature(target).return_annotation in (Optimizer, "Optimizer")
 
 
-def check_groups(groups: Any, *, key: str) -> None:
-    """Raise ConfigError unless ``groups`` is null or maps names to groups, each with patterns in ``match``."""
+def check_groups(target: Any, groups: Any, *, key: str) -> None:
+    """Raise ConfigError unless ``groups`` is null or maps names to groups of ``target``, each with patterns."""
     if groups is None:
         return
     if not isinstance(groups, Mapping):
@@ -27,6 +28,7 @@ def check_groups(groups: Any, *, key: str) -> None:
     for name, group in groups.items():
         if not isinstance(group, Mapping) or not group.get("match"):
             raise ConfigError(f'{key}.{name} needs patterns of parameters. Set {key}.{name}.match=["*.bias"].')
+        check_tuples(target, group, key=f"{key}.{name}")
 
 
 def with_groups(node: Any, locate: Callable[[str, str], Any], key: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from worldsize.checkpoints.format import complete
+from worldsize.checkpoints.format import HYPERPARAMETERS, PARTS, complete
 from worldsize.checkpoints.weights import open_weights
 from worldsize.config.catalogue import Plugin, used
 from worldsize.config.compose import additional_folder, choices, task_overrides, variables_of
@@ -24,6 +24,7 @@ from worldsize.core import ConfigError, ContainerImage, Launcher, Plan
 from worldsize.cost.crossings import axis_tiers
 from worldsize.data.permutation import ORDER
 from worldsize.engine.initial_weights import InitialWeights
+from worldsize.errors import neighbours
 from worldsize.records.redaction import Scrubber, scrubber, withheld
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, create_record, view
@@ -42,6 +43,7 @@ from worldsize.reproducibility.level import (
     changes_but,
     downgraded_level,
     downgrades,
+    keys_of,
     orders_differ,
     promised_level,
     resume_downgrades,
@@ -144,6 +146,7 @@ def _configured(settings: Settings, plan: Plan, config: Mapping[str, Any]) -> di
 def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: Sequence[str]) -> None:
     """Raise WorldsizeError if the resumed run would compute something different."""
     manifest = record.manifest
+    _check_known(ignore, manifest["config"], settings.config)
     changed = changes(manifest["config"], clean.tree(settings.config))
     left = without_copies(changes_but(changed, ("steps", *ignore)))
     if differences := [f"{key}: {then} then, {now} now" for key, then, now in left]:
@@ -163,6 +166,14 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
         )
     if settings.initial and not complete(record.directory.checkpoints):  # else it resumes from a checkpoint
         check_initial(settings.initial, manifest.get("init_from"))
+
+
+def _check_known(ignore: Sequence[str], *configs: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a key to ignore is in no configuration, and names no part of a checkpoint either."""
+    known = {*PARTS, HYPERPARAMETERS, "data"}.union(*map(keys_of, configs))
+    for key in ignore:
+        if key not in known:
+            raise ConfigError(f"--ignore {key}: the run has no such key{neighbours(key, known)} Nothing was started.")
 
 
 def check_initial(initial: InitialWeights, recorded: Mapping[str, Any] | None) -> None:

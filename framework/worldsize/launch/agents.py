@@ -234,10 +234,12 @@ class Follower:
             with ExitStack() as stack:
                 for helper in health_processes(plan, self._node):
                     stack.enter_context(helper)
-                if not outpost.run():
-                    self._messages.put(None)
+                is_heard = outpost.run()
         finally:
             shutil.rmtree(rendezvous.folder, ignore_errors=True)
+        if not is_heard:  # nor told of an end: a first host that only slept must notice that this one has lost it
+            self._messages.put(None)
+            return
         with suppress(OSError):  # the listening thread detects it, too
             self._connection.send(ended=attempt)
 

@@ -110,9 +110,9 @@ class Rendezvous:
         return Rendezvous(folder, plan.world_size, f"file://{folder}/store", network)
 
     def placement(self, plan: Plan, rank: int) -> Placement:
-        _, local = place_of(rank, plan)
-        beat = self.folder / f"beat_{rank}"
-        return Placement(rank, plan.world_size, local, self.local_size, self.store, plan.attempt, beat, 0, self.address)
+        node, local = place_of(rank, plan)
+        place = Placement(rank, plan.world_size, local, self.local_size, self.store, plan.attempt, node=node)
+        return replace(place, heartbeat=self.folder / f"beat_{rank}", address=self.address)
 
 
 def health_processes(plan: Plan, node: Node) -> list[AbstractContextManager[object]]:

@@ -144,10 +144,7 @@ class RemoteHost:
         self._listener.join()
 
     def lose(self) -> None:
-        """Count the host, and with it all of its processes, as lost; end here if another host leads since."""
-        if not self._may_go_on():
-            _logger.error("the host %s is lost, and this one does not lead the run any more: it ends", self.agent.host)
-            os.kill(os.getpid(), signal.SIGKILL)  # the workers die with it; the record is another's
+        """Count the host, and with it all of its processes, as lost."""
         self.is_lost = True
         self.agent.connection.close()  # an agent that still listens ends its processes
         cause = (
@@ -166,7 +163,14 @@ class RemoteHost:
             while "ended" not in (message := self.agent.connection.receive()):
                 self._take(message)
         except OSError:
+            self._end_unless_leading()  # before the others go on
             self.lose()
+
+    def _end_unless_leading(self) -> None:
+        """End this host's processes if another host leads since; a scheduler that is asked may take its time."""
+        if not self._may_go_on():
+            _logger.error("the host %s is lost, and this one does not lead the run any more: it ends", self.agent.host)
+            os.kill(os.getpid(), signal.SIGKILL)  # the workers die with it; the record is another's
 
     def _take(self, message: Message) -> None:
         if message.get("rank") not in self._processes:

@@ -116,7 +116,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
         job, deadline = job_of(os.environ), time.monotonic() + self.node_timeout
         while job is not None:
             try:
-                facts = _facts(job["id"])
+                facts = _facts(job["id"], patience=max(_RETRY, deadline - time.monotonic()))
                 is_queued = facts.get("JobState") in _QUEUED
                 return not is_queued and facts.get("Restarts") == str(job["requeues"])
             except WorldsizeError as error:
@@ -201,14 +201,19 @@ def _quoted(value: str) -> str:
     return f'"{escaped}"'
 
 
-def _facts(job: str) -> dict[str, str]:
-    """Return what Slurm says of a job, such as its JobState."""
-    shown = _ask(["scontrol", "show", "job", "--oneliner", job])
+def _facts(job: str, patience: float = _PATIENCE) -> dict[str, str]:
+    """Return what Slurm says of a job within ``patience`` seconds, such as its JobState."""
+    shown = _ask(["scontrol", "show", "job", "--oneliner", job], patience=patience)
     return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
 
-def _ask(command: Sequence[str], script: str | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """Run one of Slurm's commands; return what it prints.
+def _ask(
+    command: Sequence[str],
+    script: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    patience: float = _PATIENCE,
+) -> str:
+    """Run one of Slurm's commands, which may take ``patience`` seconds; return what it prints.
 
     Raises:
         ConfigError: Slurm fails; the message is its own.
@@ -220,7 +225,7 @@ def _ask(command: Sequence[str], script: str | None = None, environment: Mapping
             env={**os.environ, **(environment or {})},
             capture_output=True,
             text=True,
-            timeout=_PATIENCE,
+            timeout=patience,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:

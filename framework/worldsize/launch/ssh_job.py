@@ -23,6 +23,7 @@ _logger = logging.getLogger(__name__)
 
 _POLL = 0.1  # seconds
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # seconds until the agent of a lost host is started again
+_LAST = 10.0  # seconds that agents may take to end once they are let go
 _UNREACHED = 255  # exit code of ssh's own errors, and of commands that a signal has ended
 
 
@@ -81,10 +82,10 @@ class SshAgent:
             sys.stdout.write(line if leads else f"[{self.host}] {line}")
             sys.stdout.flush()
 
-    def code(self) -> int:
-        """Wait for the end, which comes soon; return the exit code."""
+    def code(self, deadline: float) -> int:
+        """Wait for the end until ``deadline``, in monotonic seconds, and kill it then; return the exit code."""
         try:
-            code = self.process.wait(10.0)
+            code = self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = self.process.wait()
@@ -170,15 +171,17 @@ class Succession:
         self._count += 1
         _logger.error("the first host, %s, is lost", lost)
         ended = time.monotonic() + self.silence  # it may be cut off, and has ended its processes by then
+        answering = self.answering()  # a lost host takes seconds to refuse
         while time.monotonic() < ended and not seen:
             time.sleep(_POLL)
         deadline = time.monotonic() + self.patience
-        while not self.suffices((after := lineup.without_first(self.answering())).there):
+        while not self.suffices((after := lineup.without_first(answering)).there):
             if time.monotonic() > deadline or seen:
                 there = ", ".join(after.hosts[: after.there]) or "none"
                 _logger.error("too few hosts answer to go on without %s: %s; %s", lost, there, remedy)
                 return None
             time.sleep(_FIRST_PAUSE)
+            answering = self.answering()
         if seen:
             return None
         there, count = ", ".join(after.hosts[: after.there]), f"{self._count} of {self.most}"
@@ -240,7 +243,8 @@ class SshJob(Job):
         """Let all agents go; return their exit codes."""
         for agent in self._agents:
             agent.let_go()
-        return [agent.code() for agent in self._agents]
+        deadline = time.monotonic() + _LAST
+        return [agent.code(deadline) for agent in self._agents]
 
     def _join(self) -> None:
         asked, deadline = False, float("inf")
@@ -250,6 +254,8 @@ class SshJob(Job):
                 asked, deadline = True, time.monotonic() + self.grace
             if len(self._seen) > 1 or time.monotonic() > deadline:
                 return
+            if self.succession and self._agents[0].process.poll() == _UNREACHED:
+                return  # no other goes on without the first, and one that still waits for it would do so for long
             if deadline == float("inf") and self._must_end():
                 deadline = time.monotonic() + self.grace  # the others shut down by themselves
             elif self._agents[0].process.poll() is None:

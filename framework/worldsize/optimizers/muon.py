@@ -13,6 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from worldsize.core import Range
 from worldsize.errors import ConfigError, neighbours
+from worldsize.optimizers.arguments import check_tuples
 from worldsize.optimizers.names import Group, check_patterns, divided, embedding_weights, groups_of, matches
 
 _Scale = Literal["original", "match_rms_adamw", "spectral_unclamped"]
@@ -74,6 +75,7 @@ def _check(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in _KNOWN["adamw"]:
             raise ConfigError(f"no key 'optimizer.adamw.{name}'{neighbours(name, [*_KNOWN['adamw'], 'match'])}")
+    check_tuples(AdamW, options, key="optimizer.adamw")
 
 
 def _group(algorithm: str, options: Group) -> Group:

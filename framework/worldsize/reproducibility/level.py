@@ -139,6 +139,15 @@ def _config(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator
         yield Downgrade("none", f"{key}: {then} then, {now} now: another experiment")
 
 
+def keys_of(node: Any, path: str = "") -> Iterator[str]:
+    """Yield each key of a configuration, also of its sections."""
+    if path:
+        yield path
+    if isinstance(node, Mapping):
+        for name, child in node.items():
+            yield from keys_of(child, f"{path}.{name}" if path else str(name))
+
+
 def _flat(node: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(node, Mapping):
         return {path: node}

@@ -1,6 +1,7 @@
 """Derives every random number of a run from (seed, purpose, indices), independent of the process.
 
-Purposes in use: ``init`` (model initialisation, the same on every rank), ``order`` (epoch),
+Purposes in use: ``init`` (model initialisation, the same on every rank), ``optimizer`` (what an optimizer draws when it
+is made), ``order`` (epoch),
 ``data`` (step, logical rank; augmentation and data workers; without both, what the recipe draws while it makes its
 data), ``pass`` (number, reader; what a stream draws when it begins), ``step`` (step, logical rank; dropout),
 ``sparse`` (step, bucket; which gradients are sent) and ``evaluation/SPLIT`` (step; then batch).
@@ -86,3 +87,15 @@ def generators_kept(device: torch.device | None = None) -> Iterator[None]:
         yield
     finally:
         states.restore(device)
+
+
+@contextmanager
+def drawn_apart(purpose: str) -> Iterator[None]:
+    """Let what draws within the context draw from a stream of its own, of which nothing is taken before or after.
+
+    What it draws depends on how torch's generator was last seeded, not on the numbers drawn since then, which a resumed
+    run leaves out.
+    """
+    with generators_kept():
+        seed_generators(stream(torch.initial_seed(), purpose), torch.device("cpu"))
+        yield

@@ -14,6 +14,7 @@ from worldsize.core import ConfigError, MultiUpdateRecipe, StateDict
 from worldsize.errors import neighbours
 from worldsize.optimizers.names import named_by
 from worldsize.optimizers.schedule_free import begin_training
+from worldsize.reproducibility.seeds import drawn_apart
 from worldsize.strategies.train_state import OptimizerState, TrainState, load_weights
 
 
@@ -97,7 +98,7 @@ def optimizers_of(recipe: MultiUpdateRecipe, model: nn.Module) -> Mapping[str, O
     Raises:
         ConfigError: there is no optimizer, one has nothing to update, or two of them share a parameter.
     """
-    with named_by(model):
+    with named_by(model), drawn_apart("optimizer"):
         optimizers: Any = recipe.optimizers(model)
     kind = type(recipe).__name__
     if not isinstance(optimizers, Mapping) or not all(isinstance(each, Optimizer) for each in optimizers.values()):

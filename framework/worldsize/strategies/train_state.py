@@ -21,6 +21,7 @@ from worldsize.collectives.per_rank import local, zeros_like
 from worldsize.core import Recipe, StateDict
 from worldsize.optimizers.names import named_by
 from worldsize.optimizers.schedule_free import begin_training, has_begun, is_schedule_free
+from worldsize.reproducibility.seeds import drawn_apart
 from worldsize.strategies.step_hooks import without_recipe_hooks
 
 
@@ -136,7 +137,7 @@ def _share_memory(one: Any, other: Any) -> bool:
 
 def optimizer_of(recipe: Recipe, model: nn.Module) -> Optimizer:
     """Make the optimizer of ``recipe``, whose parameter groups may be chosen by the names that ``model`` has."""
-    with named_by(model):
+    with named_by(model), drawn_apart("optimizer"):
         optimizer = recipe.optimizer(model)
     begin_training(optimizer)
     return optimizer

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any, final
 
 from torch.distributed import ProcessGroup
 
+from worldsize.checkpoints.format import Checkpoint
+from worldsize.checkpoints.load import newest
 from worldsize.checkpoints.save import Saver
 from worldsize.config.settings import Settings
 from worldsize.core import Evaluated, Event, Listener, RunStarted, StepDone, World
@@ -17,6 +20,7 @@ from worldsize.engine.before_update import BeforeUpdate
 from worldsize.engine.fit import TrainingProgress
 from worldsize.records.run_directory import RunDirectory
 from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.strategies.deferred.model import state_follows
 from worldsize.worker.evaluation import EvaluationData
 from worldsize.worker.save_interval import SaveInterval
 from worldsize.world.heartbeat import Heartbeat
@@ -35,6 +39,7 @@ class LoggedEvents:
     """The last step that was logged before steps were done again."""
     evaluation: int = 0
     """The last step whose evaluation was logged before."""
+    _told: list[Listener] = field(default_factory=list)  # those that know that the run has started
 
     def is_new(self, event: Event) -> bool:
         """Return whether an event is not of a step that is done again."""
@@ -50,6 +55,17 @@ class LoggedEvents:
         step = max(first.step, self.step, self.evaluation)
         return step, first.evaluated or step > first.step
 
+    def tell_started(self, event: RunStarted, listeners: Sequence[Listener], *, passing: Sequence[Listener]) -> None:
+        """Tell those of ``listeners`` that do not know it that the run has started.
+
+        Those that are ``passing`` are gone with the membership, and must not be remembered: they know its replica.
+        """
+        before = self._told
+        self._told = [each for each in listeners if not any(each is other for other in passing)]
+        for listener in listeners:
+            if not any(listener is told for told in before):
+                listener(event)
+
 
 @final
 @dataclass
@@ -61,7 +77,9 @@ class Carried:
     begin_step: Callable[[int], None] = lambda done: None  # raises if the gang of this process has ended
     finish: Callable[[], None] = lambda: None  # called when this process needs no other any more
     progress: TrainingProgress | None = None
-    """What this process has done; None: nothing yet, so that it begins at the newest checkpoint."""
+    """What this process has done; None: nothing yet, so that it begins at ``checkpoint``."""
+    checkpoint: Checkpoint | None = None
+    """The checkpoint that :meth:`beginning` has found; None: there is none, and training begins anew."""
     log: LoggedEvents = field(default_factory=LoggedEvents)
     """What was logged, also by other processes."""
     copy: Callable[[TrainingProgress], None] = lambda progress: None
@@ -70,7 +88,6 @@ class Carried:
     """Chooses when saves are due in the present membership; None: the configuration does."""
     saves: Mapping[str, Any] = field(default_factory=dict)
     """What the interval of the next membership begins with; empty: with what the newest checkpoint says."""
-    _told: list[Listener] = field(default_factory=list)  # those that know that the run has started
     _beats: Heartbeat | None = None
     _saver: Saver | None = None
 
@@ -94,6 +111,22 @@ class Carried:
         seed_generators(stream(self.settings.training.seed, "data"), world.device)  # the data set may draw its order
         assert self.train is not None
         self.evaluation.build(self.settings.evaluation.splits)
+
+    def beginning(self, run: RunDirectory, world: World) -> AbstractContextManager[None]:
+        """Find the checkpoint from which training begins; return a context for making the replica.
+
+        Within it, nothing is drawn for weights that are then loaded. All ranks of ``world`` must call this.
+
+        Raises:
+            CheckpointError: the newest checkpoint is damaged, and no older one may be used.
+        """
+        config, initial = self.settings.checkpoint, self.settings.initial
+        self.checkpoint = newest(run.checkpoints, world, allow_older=config.allow_older)
+        if self.checkpoint is None:
+            loads_all = initial is not None and initial.strict
+        else:
+            loads_all = "model" not in config.ignored(self.checkpoint.step)
+        return state_follows() if loads_all else nullcontext()
 
     def saver(self, run: RunDirectory, world: World, group: ProcessGroup | None) -> Saver:
         """Return the writer of checkpoints, for the ranks of ``world``, in whose ``group`` nothing else communicates.
@@ -123,13 +156,3 @@ class Carried:
     def note(self, progress: TrainingProgress) -> None:
         """Record what this process has done."""
         self.progress = progress
-
-    def tell_started(self, event: RunStarted, lasting: list[Listener], own: list[Listener]) -> None:
-        """Tell those listeners that do not know it that the run has started.
-
-        ``own`` are those of the present membership; they are not kept, since its replica and groups would be, too.
-        """
-        before, self._told = self._told, [*lasting]
-        for listener in (*lasting, *own):
-            if not any(listener is told for told in before):
-                listener(event)

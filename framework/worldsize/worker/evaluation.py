@@ -17,7 +17,7 @@ from worldsize.data.fetch import collate_of
 from worldsize.engine.averaging import evaluate_all
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import write_result
-from worldsize.reproducibility.seeds import stream
+from worldsize.reproducibility.seeds import seed_generators, stream
 
 
 @final
@@ -71,6 +71,7 @@ def evaluate_alone(settings: Settings, run: RunDirectory, world: World, replica:
     if replica.step_reached is None:
         replica.load(load(checkpoint, replica.state()))
     splits = settings.evaluation.splits
+    seed_generators(stream(settings.training.seed, "data"), world.device)  # as where the data set of a run is made
     metrics = evaluate_splits(replica, EvaluationData(settings), splits, step=checkpoint.step, part=part)
     if leads or world.rank == 0:
         write_result(run, {"metrics": dict(metrics)})

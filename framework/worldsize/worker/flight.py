@@ -24,6 +24,7 @@ _logger = logging.getLogger(__name__)
 _SHARE = 0.6  # of the time-out after which a collective, or a wait for a message, counts as hung
 _POLLS = 20  # in the time of a time-out
 _QUICKEST, _SLOWEST = 0.1, 10.0  # seconds between two polls
+_RECORDS = 16  # most hangs that one process writes of, as a server may outlive any number of them
 _SETTLES = 0.5  # seconds after which a collective that has completed is noted as such
 
 
@@ -63,10 +64,11 @@ class _Watch(threading.Thread):
     def __init__(self, log: Path, asked: Path, attempt: int, timeout: float, *, counts: bool) -> None:
         super().__init__(name="hang watch", daemon=True)
         self.ended = threading.Event()
-        self._path, self._asked = flight_file(log), asked
+        self._log, self._asked = log, asked
         self._asked_before = self._asked_at()  # others of the attempt may have asked before this process came
         self._attempt, self._timeout = attempt, timeout
         self._since = 0  # time in ns at which the process has joined its gang
+        self._told = 0  # time in ns of its last record: what has waited since before then is part of the same hang
         self._counted = collectives_file(log) if counts else None
         self._main = threading.main_thread().ident
 
@@ -88,23 +90,35 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         pause = min(max(self._timeout / _POLLS, _QUICKEST), _SLOWEST)
+        records = 0
         with suppress(OSError, KeyError, ValueError):  # no room, no folder; or another torch, whose record is another
-            while not self.ended.wait(pause):
+            while records < _RECORDS and not self.ended.wait(pause):
                 entries = _collectives()
                 waiting = [each for each in entries if not each["retired"] and each["time_created_ns"] > self._since]
-                is_asked = self._asked_at() != self._asked_before
+                is_asked = self._is_asked()
                 if is_asked or self._hangs(waiting):
                     if not is_asked:
                         self._ask()
-                    self._path.write_text(json.dumps(self._record(entries, waiting)))
+                    keep_flight_file(self._log)
+                    flight_file(self._log).write_text(json.dumps(self._record(entries, waiting)))
                     self.count()  # it may be killed while it hangs
-                    return
+                    self._told, records = time.time_ns(), records + 1
+
+    def _is_asked(self) -> bool:
+        """Return whether another process has asked since the last call; several may ask because of the same hang."""
+        before, self._asked_before = self._asked_before, self._asked_at()
+        return self._asked_before != before and time.time_ns() - self._told > _SHARE / 2 * self._timeout * 1e9
 
     def _hangs(self, waiting: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether this process has waited for long for the oldest of its collectives, or for a message."""
+        """Return whether this process has waited for long for one of its collectives, or for a message.
+
+        What it waited for in its last record does not count.
+        """
         now, awaited = time.time_ns(), PEER_WAIT.open()
-        oldest = min((each["time_created_ns"] for each in waiting), default=now)
-        return max((now - oldest) / 1e9, awaited[1] if awaited else 0.0) > _SHARE * self._timeout
+        begun = [each["time_created_ns"] for each in waiting]
+        begun += [now - int(awaited[1] * 1e9)] if awaited else []
+        oldest = min((each for each in begun if each > self._told), default=now)
+        return (now - oldest) / 1e9 > _SHARE * self._timeout
 
     def _ask(self) -> None:
         """Ask all processes to write what they do; say so if the run need not end, as after a wait for a message."""

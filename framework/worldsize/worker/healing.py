@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -111,11 +110,7 @@ class HealingMember:
                     changed = _changed(membership, before, step, time.perf_counter() - begun)
                     self._tell(replace(changed, update_samples=update_samples(settings)))
                 before = membership
-                listeners = self._listeners
-                code = Training(settings, self._run, world, replica, listeners, self._preemption, carried).run()
-                if self._shards:
-                    self._shards.close()
-                return code
+                return self._trained(settings, world, replica, carried)
             except Exception as error:
                 if not self._channel.is_cause_of(error):
                     raise
@@ -131,13 +126,21 @@ class HealingMember:
         self, make_replica: Callable[[], Replica], world: World, membership: Membership, carried: Carried
     ) -> Replica:
         """Make the replica of this process in a membership, with the newest state."""
-        if self._shards is None:
-            return self._with_newest_state(make_replica(), world, membership, carried)
-        self._agree_on_log(world, carried)
-        self._shards.release()
-        LEFT_GROUPS.free()
-        with nullcontext() if membership.source is None else state_follows():
+        with carried.beginning(self._run, world) if membership.source is None else state_follows():
+            if self._shards is None:
+                return self._with_newest_state(make_replica(), world, membership, carried)
+            self._agree_on_log(world, carried)
+            self._shards.release()
             return self._shards.recover(make_replica, world, membership.number, self._settings.loop)
+
+    def _trained(self, settings: Settings, world: World, replica: Replica, carried: Carried) -> int:
+        """Train in a membership until the run ends or this process leaves; return the exit code."""
+        training = Training(settings, self._run, world, replica, self._listeners, self._preemption, carried)
+        LEFT_GROUPS.free()  # now all that knew of them is replaced
+        code = training.run()
+        if self._shards:
+            self._shards.close()
+        return code
 
     def _tell(self, event: Event) -> None:
         for listener in self._listeners:
@@ -184,7 +187,6 @@ class HealingMember:
             return replica
         step, behind, progress = membership.steps[source], membership.behind, carried.progress
         evaluated, saved, carried.saves = self._done_after(step, world, carried)
-        carried.interval = None  # it refers to the training before, with its replica
         self._agree_on_log(world, carried)
         if world.rank in behind:
             assert world.group is not None
@@ -200,7 +202,6 @@ class HealingMember:
         replica.load(state)
         self._replica = replica
         carried.progress = TrainingProgress(step, progress.skipped, evaluated, saved)
-        LEFT_GROUPS.free()
         return replica
 
     def _agree_on_log(self, world: World, carried: Carried) -> None:
@@ -225,7 +226,7 @@ class HealingMember:
         The third value is what the first member knows of the interval between saves, on which all must agree.
         """
         progress, interval = carried.progress, carried.interval
-        done: list[Any] = [False, False, interval.handed_on() if interval else carried.saves]
+        done: list[Any] = [False, False, interval.handed_on() if interval else {}]
         if progress is not None and progress.step == step and self._has_logged:
             done[:2] = progress.evaluated, progress.saved
         if world.group is not None:

@@ -7,7 +7,6 @@ goes on until the timeout of the group.
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 from typing import final
 
@@ -16,7 +15,6 @@ from torch.distributed import ProcessGroup, Work
 from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.world.world import existing_groups
 
-_ONLY_LISTED = 2  # references: that of the list, and that of the call which counts them
 _Left = list[tuple[list[Work], list[ProcessGroup]]]  # of each membership: what goes on, and all groups
 
 
@@ -34,24 +32,18 @@ class LeftGroups:
     def free(self) -> None:
         """Free the groups to which nothing else refers but garbage, unless collectives in them go on.
 
-        A thread frees them: torch may have started collectives by itself, of which nobody knows whether they go on. So
-        groups that are in use elsewhere stay here, too: else whoever lets go of them last would wait.
+        A thread frees them: torch may have started collectives by itself, of which nobody knows whether they go on.
         """
         gc.collect()  # replicas and their groups refer to themselves
-        free: list[ProcessGroup] = []
-        for works, groups in self._left:
-            if all(map(Work.is_completed, works)):
-                works.clear()
-                _move_unshared(groups, free)
-        self._left = [each for each in self._left if each[1]]
-        threading.Thread(target=free.clear, daemon=True, name="groups").start()
+        before, self._left = self._left, []
+        ended: _Left = []
+        while before:  # no name refers to a group when the thread begins
+            (self._left if _go_on(before[-1][0]) else ended).append(before.pop())
+        threading.Thread(target=ended.clear, daemon=True, name="groups").start()
 
 
-def _move_unshared(groups: list[ProcessGroup], free: list[ProcessGroup]) -> None:
-    """Move the groups to which only the list refers; no name does, either, when the thread begins."""
-    for place in reversed(range(len(groups))):
-        if sys.getrefcount(groups[place]) == _ONLY_LISTED:
-            free.append(groups.pop(place))
+def _go_on(works: list[Work]) -> bool:
+    return not all(map(Work.is_completed, works))
 
 
 LEFT_GROUPS = LeftGroups()  # for as long as this process lives, also after the last membership

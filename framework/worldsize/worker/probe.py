@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ _THOROUGH, _SHORT = Effort(1 << 26, _REPEATS), Effort(1 << 23, 1)
 _SHARED = Effort(1 << 26, _REPEATS, statistics.fmean)  # the best of hosts that take turns would be more than they share
 _GATHER_SECONDS, _GATHERS = 0.1, 20  # of a ring
 
-Phases = list[list[tuple[int, int]]]  # edges (from rank, to rank): a rank is in one edge of a phase
+Turn = tuple[int, int] | None  # the edge (from, to) in which one measures while others measure theirs; None: it waits
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,16 @@ def probe(
     who = {**_who(placement), "device": _identity(world.device), "transport": transport, "joined": True}
     write_facts(findings, f"rank_{world.rank:05d}", who)
     own = [_copies(world)]
-    for tier, phases in schedule(units(cluster), pairs=pairs):
-        own += _measure(world, tier, phases, _SHARED if tier in _uplinks(cluster.tiers) else _THOROUGH)
+    for tier, turns in schedule(units(cluster), world.rank, pairs=pairs):
+        own += _measure(world, tier, turns, _SHARED if tier in _uplinks(cluster.tiers) else _THOROUGH)
     rings = _rings(world)
-    edges = _of_all(world, own)
-    if world.rank == 0:
-        write_facts(findings, "links", {"edges": edges, "rings": rings})
+    gathered: list[Any] | None = [None] * world.size if world.rank == 0 else None  # of all pairs, no other needs them
+    if world.size > 1:
+        dist.gather_object([asdict(edge) for edge in own], gathered)
+    else:
+        gathered = [[asdict(edge) for edge in own]]
+    if gathered is not None:
+        write_facts(findings, "links", {"edges": list(chain.from_iterable(gathered)), "rings": rings})
     return 0
 
 
@@ -90,15 +96,14 @@ def network_edges(world: World, per_node: int, distance: int) -> list[dict[str, 
 
     This takes a second or two, longer if a link has less than 20 Mbit/s.
     """
-    return _of_all(world, _measure(world, "network", across(world.size // per_node, per_node, [distance]), _SHORT))
-
-
-def _of_all(world: World, edges: Sequence[Edge]) -> list[dict[str, Any]]:
-    gathered: list[Any] = [own := [asdict(edge) for edge in edges]]
+    node, place = divmod(world.rank, per_node)
+    edges = ring(world.size // per_node, node, distance)
+    turns = [edge and (edge[0] * per_node + place, edge[1] * per_node + place) for edge in edges]
+    own = [asdict(edge) for edge in _measure(world, "network", turns, _SHORT)]
+    gathered: list[Any] = [own] * world.size
     if world.size > 1:
-        gathered = [None] * world.size
         dist.all_gather_object(gathered, own)
-    return [edge for each in gathered for edge in each]
+    return list(chain.from_iterable(gathered))
 
 
 def _who(placement: Placement) -> dict[str, Any]:
@@ -110,42 +115,40 @@ def _identity(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def _measure(world: World, tier: str, phases: Phases, effort: Effort) -> list[Edge]:
+def _measure(world: World, tier: str, turns: Iterable[Turn], effort: Effort) -> list[Edge]:
+    """Measure the edges of this rank, while all others measure theirs; they have as many turns."""
     edges_measured = []
-    for edges in phases:
+    for turn in turns:
         if world.size > 1:
             dist.barrier()
-        for source, target in edges:
-            if world.rank == source:
-                edges_measured.append(_sent(world, tier, target, effort))
-            elif world.rank == target:
-                _echo(world, source, effort.repeats)
+        if turn is not None and world.rank == turn[0]:
+            edges_measured.append(_sent(world, tier, turn[1], effort))
+        elif turn is not None:
+            _echo(world, turn[0], effort.repeats)
     return edges_measured
 
 
-def schedule(sizes: Mapping[str, int], *, pairs: bool) -> list[tuple[str, Phases]]:
+def schedule(sizes: Mapping[str, int], rank: int, *, pairs: bool) -> list[tuple[str, list[Turn]]]:
     """Plan each tier: a ring of the ranks of each node, then of the nodes of each rack, then of the racks.
 
-    All units of a tier measure at once. Beyond nodes, all ranks of a node or a rack send together; an uplink of several
-    nodes is measured a second time, by the ranks of one of them alone.
+    All units of a tier measure at once. Beyond nodes, all ranks of a node or a rack send together, each to the rank in
+    the same place; an uplink of several nodes is measured a second time, by the ranks of one of them alone.
 
     Args:
         sizes: Ranks of a unit of each tier, the innermost first; the last has all.
+        rank: The rank whose turns are returned.
         pairs: Whether to measure, beyond nodes, between every two nodes of a rack, and every two racks.
     """
     (node, per_node), *_ = sizes.items()
-    everyone, below, tiers = max(sizes.values()), 1, list[tuple[str, Phases]]()
+    below, tiers = 1, list[tuple[str, list[Turn]]]()
     for tier, unit in sizes.items():
-        members = unit // below
-        far = range(1, members if pairs and tier != node else min(2, members))
-        phases = [
-            [(first + source, first + target) for first in range(0, everyone, unit) for source, target in phase]
-            for phase in across(members, below, far)
-        ]
-        tiers.append((tier, phases))
+        plan = tournament if pairs and tier != node else ring
+        edges = plan(unit // below, rank % unit // below)
+        first = rank // unit * unit + rank % below
+        turns = [edge and (first + edge[0] * below, first + edge[1] * below) for edge in edges]
+        tiers.append((tier, turns))
         if below > per_node:
-            alone = [[edge for edge in phase if edge[0] % below < per_node] for phase in phases]
-            tiers.append((ONE_HOST + tier, alone))
+            tiers.append((ONE_HOST + tier, turns if rank % below < per_node else [None] * len(turns)))
         below = unit
     return tiers
 
@@ -155,32 +158,34 @@ def _uplinks(tiers: Mapping[str, int]) -> list[str]:
     return [*tiers, "network"][1:]
 
 
-def across(nodes: int, per_node: int, distances: Iterable[int]) -> Phases:
-    """Plan edges from each node to those ``distances`` after it.
+def ring(members: int, own: int, distance: int = 1) -> list[Turn]:
+    """Return the turns of member ``own`` of a ring, in which each sends to the one ``distance`` after it."""
+    common = math.gcd(members, distance)
+    length = members // common  # of each of the rings into which it falls apart
+    if length < 2:
+        return []
+    steps = pow(distance // common, -1, length)
+    turns: list[Turn] = [None] * (2 + length % 2)
+    for source in ((own - distance) % members, own):
+        place = source // common * steps % length
+        last = length % 2 and place == length - 1
+        turns[2 if last else place % 2] = source, (source + distance) % members
+    return turns
 
-    The ranks of a node send together, each to the rank with the same local rank.
+
+def tournament(members: int, own: int) -> list[Turn]:
+    """Return the turns of member ``own`` where each two meet in one of the rounds, and send one after the other.
+
+    All others meet in pairs at the same time, by the circle method; if their number is odd, one pauses in each round.
     """
-    outer = [(node, (node + distance) % nodes) for distance in distances for node in range(nodes)]
-    return [
-        [
-            (source * per_node + place, target * per_node + place)
-            for source, target in phase
-            for place in range(per_node)
-        ]
-        for phase in _phases(outer)
-    ]
-
-
-def _phases(edges: Sequence[tuple[int, int]]) -> Phases:
-    """Divide ``edges`` into phases: no two edges of a phase share a rank."""
-    phases: list[tuple[set[int], list[tuple[int, int]]]] = []
-    for edge in edges:
-        free = next((phase for phase in phases if phase[0].isdisjoint(edge)), None)
-        if free is None:
-            phases.append(free := (set(), []))
-        free[0].update(edge)
-        free[1].append(edge)
-    return [phase for _, phase in phases]
+    even = members + members % 2
+    turns: list[Turn] = []
+    for number in range(even - 1 if members > 1 else 0):
+        other = number * (even // 2) % (even - 1) if own == even - 1 else (number - own) % (even - 1)
+        other = even - 1 if other == own else other
+        pair = min(own, other), max(own, other)
+        turns += [None, None] if pair[1] == members else [pair, pair[::-1]]
+    return turns
 
 
 def _copies(world: World) -> Edge:

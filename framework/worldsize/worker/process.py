@@ -28,6 +28,7 @@ from worldsize.observe.transport import audit, listen_to_nccl, nccl_log, transpo
 from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.records.run_record import opened, writing
 from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.strategies.deferred.model import state_follows
 from worldsize.worker.carried import Carried
 from worldsize.worker.context import context_of
 from worldsize.worker.evaluation import evaluate_alone
@@ -146,15 +147,25 @@ def _play(
             return _heal(settings, run, world, placement, listeners, preemption, channel)
         _audit(settings, run, world, placement, listeners)
         stack.enter_context(_hangs_watched(settings, run, placement))
-        replica = _replica(settings, context_of(settings, run, world, placement, preemption))
+        carried = Carried(settings, placement.heartbeat)
+        with _beginning(settings, run, world, carried):
+            replica = _replica(settings, context_of(settings, run, world, placement, preemption))
         if replica is None:
             return 0
         if settings.run.evaluates is not None:
             evaluate_alone(settings, run, world, replica, settings.run.evaluates)
             return 0
         listeners = listeners or listeners_of(settings, run, 0, preemption)  # it replaces a failed leader
-        carried = Carried(settings, placement.heartbeat)
         return Training(settings, run, world, replica, listeners, preemption, carried).run()
+
+
+def _beginning(settings: Settings, run: RunDirectory, world: World, carried: Carried) -> AbstractContextManager[None]:
+    """Return a context for making the replica, in which no weights are made that are then loaded."""
+    if settings.run.evaluates is not None:
+        return state_follows()
+    if settings.roles[world.role].serves:  # it loads what it serves by itself
+        return nullcontext()
+    return carried.beginning(run, world)
 
 
 def _hangs_watched(

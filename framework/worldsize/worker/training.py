@@ -102,9 +102,9 @@ class Training:
         first, checkpoint = (carried.progress, None) if carried.progress else self._resume()
         carried.note(first)
         carried.copy(first)
-        own = self._listeners.index(self._history)
         started = RunStarted(self._run.id, steps, *carried.log.known(first))
-        carried.tell_started(started, self._listeners[:own], self._listeners[own:])
+        own = [self._history, *([self._watch] if self._watch else [])]
+        carried.log.tell_started(started, self._listeners, passing=own)
         if (missing := carried.log.missing) and missing.step > last_step(self._run.metrics):
             self._emit(missing)
             carried.log.step = missing.step
@@ -161,9 +161,10 @@ class Training:
         self._preemption.want()
 
     def _resume(self) -> tuple[TrainingProgress, Checkpoint | None]:
-        """Load the newest checkpoint, if there is one, and return it."""
-        settings, replica = self._settings, self._replica
-        checkpoint = newest(self._run.checkpoints, self._world, allow_older=settings.checkpoint.allow_older)
+        """Load the checkpoint from which training begins, if there is one, and return it."""
+        settings, replica, checkpoint = self._settings, self._replica, self._carried.checkpoint
+        if self._leads:  # not earlier: its servers may have gone on meanwhile
+            checkpoint = newest(self._run.checkpoints, self._world, allow_older=settings.checkpoint.allow_older)
         facts: Mapping[str, Any] = checkpoint.facts if checkpoint else {"skipped": 0}
         step, metrics = replica.step_reached, self._window_sums(facts)
         if step and (checkpoint is None or step != checkpoint.step):  # a server took over, and went on since then

@@ -37,6 +37,7 @@ class Placement:
         heartbeat: File in which the process reports its progress.
         starts: How often this process alone was restarted.
         address: Address at which other hosts reach this host.
+        node: Index of this host in the run, from 0; None: it follows from the rank, since all hosts have as many.
     """
 
     rank: int
@@ -48,11 +49,12 @@ class Placement:
     heartbeat: Path | None = None
     starts: int = 0
     address: str = "127.0.0.1"
+    node: int | None = None
 
     @property
     def node_rank(self) -> int:
-        """Index of this host in the run, from 0, if all hosts have the same number of processes."""
-        return self.rank // self.local_world_size
+        """Index of this host in the run, from 0."""
+        return self.rank // self.local_world_size if self.node is None else self.node
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables from which :func:`placement` reads this place, with torchrun's names."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import pytest
 
 from tests.planning.doctor.facts import GIGABIT, cluster, edge, findings, host, rank, ring
 from worldsize.core import Link
+from worldsize.planning.doctor import link_checks
 from worldsize.planning.doctor.edges import measured
 from worldsize.planning.doctor.evaluate import evaluate
 from worldsize.planning.doctor.link_checks import checks, pairs, slow, tiers
@@ -144,3 +146,31 @@ def test_a_slow_uplink_and_a_slow_rack_are_named_by_their_hosts() -> None:
     failed = [check for check in checks(findings(edges=edges), racks) if not check.ok]
     assert [(check.check, check.host) for check in failed] == [("rack link", "h3"), ("rack link", "h4")]
     assert "cluster.tiers.rack.bandwidth=3.1e+07" in failed[0].remedy
+
+
+class Counted(dict[Any, Any]):
+    """Counts how often somebody looks through all of it."""
+
+    looks = 0
+
+    def __iter__(self) -> Any:
+        self.looks += 1
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self.looks += 1
+        return super().items()
+
+
+def test_the_links_between_each_two_hosts_are_not_looked_through_for_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several hundred hosts have as many links each, and that would take their third power."""
+    looks = []
+    for nodes in (10, 40):
+        both_ways = permutations(range(nodes), 2)
+        edges = [edge("network", 2 * one, 2 * two, 1e6 if 7 in (one, two) else 1e9) for one, two in both_ways]
+        links = Counted(measured(edges, 2)["network"])
+        monkeypatch.setattr(link_checks, "measured", lambda *_: {"network": links})  # noqa: B023
+        found = list(checks(findings(edges=edges), cluster(network=GIGABIT)))
+        assert [check.host for check in found if not check.ok and "link" in check.check] == ["node 7"]
+        looks.append(links.looks)
+    assert looks[0] == looks[1] < 10

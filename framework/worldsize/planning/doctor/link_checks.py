@@ -44,9 +44,9 @@ def tiers(by_tier: Mapping[str, Measured], rings: Mapping[str, Facts]) -> dict[s
 def slow(links: Measured, least: float) -> SlowLinks:
     """Find the nodes, or links, with less than ``least`` bytes per second."""
     lost = [ends for ends, link in links.items() if link.bandwidth < least]
-    nodes = sorted({node for ends in links for node in ends})
-    to_blame = [node for node in nodes if all(ends in lost for ends in links if node in ends)]
-    return SlowLinks(to_blame, [ends for ends in lost if not {*ends} & {*to_blame}])
+    healthy = {node for ends, link in links.items() if link.bandwidth >= least for node in ends}
+    blamed = {node for ends in lost for node in ends} - healthy
+    return SlowLinks(sorted(blamed), [ends for ends in lost if blamed.isdisjoint(ends)])
 
 
 def checks(findings: Findings, cluster: Cluster) -> Iterator[Check]:
@@ -72,19 +72,19 @@ class _Tier:
 
     def checks(self, links: Measured, declared: Link | None) -> Iterator[Check]:
         lost = slow(links, _LEAST * declared.bandwidth if declared else 0.0)
-        nodes = sorted({node for ends in links for node in ends})
+        by_node = _by_node(links)
         promised = f"{self._key} declares {rate(declared.bandwidth)}" if declared else "not judged"
-        if self.name not in INSIDE and len(lost.nodes) == len(nodes):
+        if self.name not in INSIDE and len(lost.nodes) == len(by_node):
             yield self._red(lost.nodes, links, f"between all {self._members}, {promised}")
             return
         for node in lost.nodes:
-            yield self._red([node], {ends: link for ends, link in links.items() if node in ends}, promised)
+            yield self._red([node], by_node[node], promised)
         for ends in lost.links:
             yield self._red(ends, {ends: links[ends]}, f"from the one to the other, {promised}")
-        named = {*lost.nodes, *(node for ends in lost.links for node in ends)}
-        for node in (each for each in nodes if each not in named):
-            own = [link for ends, link in links.items() if node in ends and not {*ends} & {*lost.nodes}]
-            if own:
+        blamed = {*lost.nodes}
+        named = blamed.union(*lost.links)
+        for node in (each for each in by_node if each not in named):
+            if own := [link for ends, link in by_node[node].items() if blamed.isdisjoint(ends)]:
                 yield Check(f"{self.name} link", self._hosts(node), True, _described(own, promised))
 
     @property
@@ -127,6 +127,16 @@ class _Tier:
         """Describe which interfaces carried the bytes."""
         used = [name for node in nodes if (name := _interface(self.findings, node))]
         return f" over {', '.join(dict.fromkeys(used))}" if self.name not in INSIDE and used else ""
+
+
+def _by_node(links: Measured) -> dict[int, dict[tuple[int, int], Link]]:
+    """Return the links of each node, in the nodes' order."""
+    nodes = sorted({node for ends in links for node in ends})
+    own: dict[int, dict[tuple[int, int], Link]] = {node: {} for node in nodes}
+    for ends, link in links.items():
+        for node in ends:
+            own[node][ends] = link
+    return own
 
 
 def _described(links: Sequence[Link], promised: str) -> str:

@@ -13,6 +13,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 from worldsize.strategies.deferred.draws import InitialStates, SeededError
 from worldsize.strategies.deferred.fakes import CannotDeferError, own_attributes, with_numbers
@@ -125,9 +126,15 @@ class DeferredModel:
             value = self.tape.value(described) if fakes is None else _without_numbers(described, fakes)
             _put(value, places[described], devices)
         for described, slots in scratch.items():
-            _put(described.scratch(), slots, devices)
+            divided = all(isinstance(slot.tensor, DTensor) for slot in slots)  # else the memory of the whole is kept
+            _put(_zeros(described) if divided else described.scratch(), slots, devices)
         if fakes is None and not follow:
             self.tape.draw_all()
+
+
+def _zeros(described: Deferred) -> Tensor:
+    """Return a tensor of the same shape that takes no memory, of which parts can be copied."""
+    return torch.zeros((), dtype=described.dtype).expand(described.size)
 
 
 def _put(value: Tensor, slots: Sequence[Slot], devices: Devices) -> None:
