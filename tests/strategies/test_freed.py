@@ -32,7 +32,7 @@ def test_a_replica_is_freed_with_its_model_its_optimizer_and_its_reducer(strateg
     def kept(world: World) -> list[bool]:
         replica = strategy.replica(CHAIN, RunContext(world, logical_ranks=2))
         assert isinstance(replica, SynchronousReplica)
-        order = Order(SEED, BATCH, 2, [0, 1] if isinstance(strategy, Mesh) else [world.rank])
+        order = Order(SEED, BATCH, 2, (0, 1) if isinstance(strategy, Mesh) else (world.rank,))
         replica.step(next(micro_batches(CHAIN.data("train"), order, world.device)))
         parts = [ref(each) for each in (replica.model, replica.train_state.optimizers[0], replica.reducer)]
         del replica

@@ -115,7 +115,7 @@ def test_gradients_that_are_sums_on_each_rank_are_added_up_first() -> None:
 
 
 def test_shards_that_stay_on_the_host_of_a_mesh_of_gpus_are_updated_and_saved_there() -> None:
-    """As with strategy.cpu_offload=true; the mesh is described, and nothing of it is used."""
+    """Shards are there with strategy.cpu_offload=true. The mesh is only described, and nothing of it is used."""
     mesh = DeviceMesh("cuda", torch.arange(2), _init_backend=False, _rank=0)
     meta = TensorMeta(torch.Size([4, 3]), (3, 1), torch.float32)
     form = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)

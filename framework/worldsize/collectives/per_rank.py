@@ -50,16 +50,16 @@ def zeros_like(tensor: Tensor) -> Tensor:
     return sharded_like(tensor, torch.zeros_like(tensor.to_local()))
 
 
-def sharded_like(whole: DTensor, part: Tensor) -> DTensor:
-    """Return ``part``, this rank's shard of a tensor of any shape, as a DTensor in the form of ``whole``.
+def sharded_like(like: DTensor, part: Tensor) -> DTensor:
+    """Return ``part``, this rank's shard of a tensor of any shape, as a DTensor in the form of ``like``.
 
     They share memory, also if that is the host's and the mesh is one of GPUs, to which DTensor.from_local would copy.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
-    form = DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta)
+    meta = TensorMeta(like.shape, like.stride(), part.dtype)
+    form = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
     return DTensor(part.detach(), form, requires_grad=False)
 
 
