@@ -86,6 +86,7 @@ def test_an_exit_leaves_operators_registered_and_removes_temporary_folders(tmp_p
         registry: list[Any] = list(getattr(weakref.finalize, "_registry"))  # noqa: B009 - private
         of_library = [each for each in registry if each.peek()[0] is library]
         others = [each for each in registry if each.peek()[2:3] and folder in str(each.peek()[2])]
+        weakref.finalize(library, dict.pop, {}, "name", None)  # a function without a module
         keep_operators()
         assert [each.atexit for each in of_library] == [False]
         assert [each.atexit for each in others] == [True]

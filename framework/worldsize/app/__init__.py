@@ -128,7 +128,7 @@ def keep_operators() -> None:
     registered: list[weakref.finalize[..., object]] = list(getattr(weakref.finalize, "_registry", ()))
     for finalizer in registered:
         alive = finalizer.peek()
-        if alive and alive[1].__module__ == "torch.library":
+        if alive and getattr(alive[1], "__module__", None) == "torch.library":  # methods of built-in types have none
             finalizer.atexit = False
 
 
