@@ -50,13 +50,12 @@ def zeros_like(tensor: Tensor) -> Tensor:
     return sharded_like(tensor, torch.zeros_like(tensor.to_local()))
 
 
-def sharded_like(whole: DTensor, part: Tensor) -> DTensor:
-    """Return ``part``, this rank's shard of a tensor of any shape, as a DTensor in the form of ``whole``."""
+def sharded_like(sharded: DTensor, part: Tensor) -> DTensor:
+    """Return ``part``, this rank's shard of a tensor of any shape, as a DTensor in the form of ``sharded``."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    form = {"shape": sharded.shape, "stride": sharded.stride()}
+    return DTensor.from_local(part, sharded.device_mesh, sharded.placements, run_check=False, **form)
 
 
 def _stacked(mine: Tensor, world: World) -> Tensor:
