@@ -79,6 +79,20 @@ def wait_for_step(folder: Path, process: subprocess.Popen[bytes], more: int) -> 
     return True
 
 
+def losses(folder: Path) -> int:
+    """Return how often the others have gone on without a lost process so far."""
+    return sum(path.read_bytes().count(b'"lost": {"') for path in folder.rglob("events.jsonl"))
+
+
+def wait_for_next_step(folder: Path, process: subprocess.Popen[bytes], before: int) -> bool:
+    """Wait for the first new step after the loss that follows ``before`` others; return False if the run ends."""
+    while losses(folder) <= before:  # the step in which it was killed may still be logged
+        if process.poll() is not None:
+            return False
+        time.sleep(0.002)
+    return wait_for_step(folder, process, 0)
+
+
 def result(folder: Path) -> dict[str, Any]:
     (path,) = folder.rglob("result.json")
     document: dict[str, Any] = json.loads(path.read_text())
@@ -126,13 +140,14 @@ def kill_often(
         wait_for_step(folder, process, 0)
         while len(seconds) < times and process.poll() is None:
             pause((folder, process))
-            before, begun = last_step(folder), time.perf_counter()
-            marks.append((begun, before))
+            step, before, begun = last_step(folder), losses(folder), time.perf_counter()
+            marks.append((begun, step))
             try:
                 os.kill(chance.choice(workers(process.pid)), signal.SIGKILL)
             except (IndexError, ProcessLookupError):
                 continue
-            if wait_for_step(folder, process, 1):  # the step in which it was killed may still be logged
+            goes_on = wait_for_next_step(folder, process, before) if HEAL in own else wait_for_step(folder, process, 1)
+            if goes_on:
                 seconds.append(time.perf_counter() - begun)
             print(f"\r{len(seconds)} of {times} at step {last_step(folder)}", end="", file=sys.stderr)
         process.wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -55,9 +55,13 @@ class LoggedEvents:
         step = max(first.step, self.step, self.evaluation)
         return step, first.evaluated or step > first.step
 
-    def tell_started(self, event: RunStarted, listeners: list[Listener]) -> None:
-        """Tell those of ``listeners`` that do not know it that the run has started."""
-        before, self._told = self._told, [*listeners]  # none but these, since others keep their groups alive
+    def tell_started(self, event: RunStarted, listeners: Sequence[Listener], *, passing: Sequence[Listener]) -> None:
+        """Tell those of ``listeners`` that do not know it that the run has started.
+
+        Those that are ``passing`` are gone with the membership, and must not be remembered: they know its replica.
+        """
+        before = self._told
+        self._told = [each for each in listeners if not any(each is other for other in passing)]
         for listener in listeners:
             if not any(listener is told for told in before):
                 listener(event)

@@ -110,11 +110,7 @@ class HealingMember:
                     changed = _changed(membership, before, step, time.perf_counter() - begun)
                     self._tell(replace(changed, update_samples=update_samples(settings)))
                 before = membership
-                listeners = self._listeners
-                code = Training(settings, self._run, world, replica, listeners, self._preemption, carried).run()
-                if self._shards:
-                    self._shards.close()
-                return code
+                return self._trained(settings, world, replica, carried)
             except Exception as error:
                 if not self._channel.is_cause_of(error):
                     raise
@@ -135,8 +131,16 @@ class HealingMember:
                 return self._with_newest_state(make_replica(), world, membership, carried)
             self._agree_on_log(world, carried)
             self._shards.release()
-            LEFT_GROUPS.free()
             return self._shards.recover(make_replica, world, membership.number, self._settings.loop)
+
+    def _trained(self, settings: Settings, world: World, replica: Replica, carried: Carried) -> int:
+        """Train in a membership until the run ends or this process leaves; return the exit code."""
+        training = Training(settings, self._run, world, replica, self._listeners, self._preemption, carried)
+        LEFT_GROUPS.free()  # now all that knew of them is replaced
+        code = training.run()
+        if self._shards:
+            self._shards.close()
+        return code
 
     def _tell(self, event: Event) -> None:
         for listener in self._listeners:
@@ -198,7 +202,6 @@ class HealingMember:
         replica.load(state)
         self._replica = replica
         carried.progress = TrainingProgress(step, progress.skipped, evaluated, saved)
-        LEFT_GROUPS.free()
         return replica
 
     def _agree_on_log(self, world: World, carried: Carried) -> None:

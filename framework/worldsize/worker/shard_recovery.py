@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from functools import partial
@@ -56,8 +57,9 @@ class ShardRecovery:
         self._left = handed_over(self._left, world.groups[f"copies/{world.role}"], ranks)
 
     def release(self) -> None:
-        """Let go of the replica before, all of whose groups are left."""
-        self._carried.copy = _nothing
+        """Let go of the replica before, all of whose groups are left; two of them might not fit in memory."""
+        self._carried.copy, self._carried.interval = _nothing, None
+        gc.collect()  # it refers to itself
 
     def recover(self, make_replica: Callable[[], Replica], world: World, number: int, loop: LoopConfig) -> Replica:
         """Make the replica of membership ``number``, with the newest state of which no part is lost.

@@ -102,7 +102,9 @@ class Training:
         first, checkpoint = (carried.progress, None) if carried.progress else self._resume()
         carried.note(first)
         carried.copy(first)
-        carried.log.tell_started(RunStarted(self._run.id, steps, *carried.log.known(first)), self._listeners)
+        started = RunStarted(self._run.id, steps, *carried.log.known(first))
+        own = [self._history, *([self._watch] if self._watch else [])]
+        carried.log.tell_started(started, self._listeners, passing=own)
         if (missing := carried.log.missing) and missing.step > last_step(self._run.metrics):
             self._emit(missing)
             carried.log.step = missing.step

@@ -66,7 +66,7 @@ def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: Sto
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-    _forget_meshes()
+        _forget_meshes()
     rank, groups = members.index(world.global_rank), dict[str, ProcessGroup]()
     if len(members) > 1:
         timeout = timedelta(seconds=cluster.timeout)
@@ -93,9 +93,11 @@ def _forget_meshes() -> None:
     if "torch.distributed.tensor" not in sys.modules:  # importing it takes long
         return
     with suppress(ImportError, AttributeError):  # another version of torch has other caches
-        from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
+        from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, _sharding_prop
 
-        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        # what torch.distributed.tensor.debug does, which takes long to import
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()  # type: ignore[attr-defined]
         _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
         _redistribute._gen_transform_infos.cache_clear()
         _redistribute.clear_redistribute_planner_cache()
