@@ -54,8 +54,10 @@ def sharded_like(sharded: DTensor, part: Tensor) -> DTensor:
     """Return ``part``, this rank's shard of a tensor of any shape, as a DTensor in the form of ``sharded``."""
     from torch.distributed.tensor import DTensor
 
-    form = {"shape": sharded.shape, "stride": sharded.stride()}
-    return DTensor.from_local(part, sharded.device_mesh, sharded.placements, run_check=False, **form)
+    shape, stride = sharded.shape, sharded.stride()
+    return DTensor.from_local(
+        part, sharded.device_mesh, sharded.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def _stacked(mine: Tensor, world: World) -> Tensor:
