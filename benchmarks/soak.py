@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,24 @@ def name_of(pid: int) -> str:
 
 def last_step(folder: Path) -> int:
     """Return the newest step in the run's metrics, 0 while there is none."""
-    for path in folder.rglob("metrics.jsonl"):
-        lines = path.read_bytes()[-2000:].split(b"\n")[:-1]
+    with suppress(FileNotFoundError), metrics_of(folder).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 2000))
+        lines = file.read().split(b"\n")[:-1]
         if lines and lines[-1].startswith(b"{"):
             return int(json.loads(lines[-1])["step"])
     return 0
+
+
+@cache
+def metrics_of(folder: Path) -> Path:
+    """Return the metrics of the run in ``folder``: who looks for them at each glance takes a core from the run.
+
+    Raises:
+        FileNotFoundError: there are none yet.
+    """
+    for path in folder.rglob("metrics.jsonl"):
+        return path
+    raise FileNotFoundError(folder)
 
 
 def wait_for_step(folder: Path, process: subprocess.Popen[bytes], more: int) -> bool:
@@ -81,7 +94,9 @@ def wait_for_step(folder: Path, process: subprocess.Popen[bytes], more: int) -> 
 
 def losses(folder: Path) -> int:
     """Return how often the others have gone on without a lost process so far."""
-    return sum(path.read_bytes().count(b'"lost": {"') for path in folder.rglob("events.jsonl"))
+    with suppress(FileNotFoundError):
+        return metrics_of(folder).with_name("events.jsonl").read_bytes().count(b'"lost": {"')
+    return 0
 
 
 def wait_for_next_step(folder: Path, process: subprocess.Popen[bytes], before: int) -> bool:
@@ -89,7 +104,7 @@ def wait_for_next_step(folder: Path, process: subprocess.Popen[bytes], before: i
     while losses(folder) <= before:  # the step in which it was killed may still be logged
         if process.poll() is not None:
             return False
-        time.sleep(0.002)
+        time.sleep(0.005)
     return wait_for_step(folder, process, 0)
 
 

@@ -1,7 +1,8 @@
-"""Weights are drawn unless all of them are loaded then."""
+"""Weights are drawn unless all of them are loaded then, and nothing of a membership outlasts it but what must."""
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from worldsize.core import World
+from worldsize.core import Event, RunStarted, World
 from worldsize.records.run_directory import RunDirectory
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.worker import carried
-from worldsize.worker.carried import Carried
+from worldsize.worker.carried import Carried, LoggedEvents
 
 HOST = torch.device("cpu")
 
@@ -45,3 +46,25 @@ def test_weights_are_drawn_unless_all_of_them_are_loaded(
         DeferredModel.build(lambda: nn.Linear(300, 300)).fill(HOST)
     assert torch.equal(torch.get_rng_state(), before) is not draws
     assert begun.checkpoint is checkpoint
+
+
+class Told:
+    """A listener of the whole run, or of one membership, of which it then knows the replica."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def test_listeners_of_a_membership_are_told_of_the_start_and_not_kept() -> None:
+    lasting, passing, started = Told(), Told(), RunStarted("run", 10)
+    log = LoggedEvents()
+    log.tell_started(started, [lasting, passing], passing=[passing])
+    gone = weakref.ref(passing)
+    assert passing.events == [started]
+    del passing
+    assert gone() is None
+    log.tell_started(started, [lasting, another := Told()], passing=[another])
+    assert (lasting.events, another.events) == ([started], [started])

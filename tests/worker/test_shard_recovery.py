@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,11 +12,13 @@ from typing import Any, cast
 import pytest
 import torch
 
+from worldsize.config.settings import Settings
 from worldsize.core import Replica, StateDict, World
 from worldsize.engine.fit import LoopConfig, TrainingProgress
 from worldsize.records.run_directory import RunDirectory
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.worker.carried import LoggedEvents
+from worldsize.worker.carried import Carried, LoggedEvents
+from worldsize.worker.save_interval import SaveInterval
 from worldsize.worker.shard_recovery import ShardRecovery
 
 LOOP = LoopConfig(steps=10, batch_size=1)
@@ -66,3 +70,24 @@ def test_what_was_handed_over_stays_if_the_recovery_is_interrupted(tmp_path: Pat
         return [*steps, recovery.step], recovered(recovery, alone, 3, 0.0).tolist(), carried.progress.step
 
     assert run_in_worlds(body, 2) == [([3, 3, 3], [3.0] * 5, 3)] * 2
+
+
+def test_the_replica_before_is_gone_when_the_next_one_is_made(tmp_path: Path) -> None:
+    """Two of them might not fit in memory, and whoever knows one keeps the groups that its membership has left."""
+    run = RunDirectory(tmp_path)
+    run.metrics.touch()
+    settings = SimpleNamespace(strategy=SimpleNamespace(data_rank=lambda world: None))
+    carried = Carried(cast(Settings, settings), None)
+    recovery = ShardRecovery(run, carried, every=1, at=lambda point: None)
+    alone = World.alone(torch.device("cpu"))
+    first = recovery.recover(lambda: cast(Replica, Numbers(1.0)), alone, 1, LOOP)
+    carried.copy(TrainingProgress(3))
+    carried.interval = SaveInterval(
+        None, lambda failures, seconds: 1.0, emit=partial(print, first)
+    )  # as training makes it
+    gone = weakref.ref(first)
+    del first
+    assert gone() is not None
+    recovery.leave()
+    recovery.release()
+    assert gone() is None

@@ -103,7 +103,7 @@ class Training:
         carried.note(first)
         carried.copy(first)
         started = RunStarted(self._run.id, steps, *carried.log.known(first))
-        own = [self._history, *([self._watch] if self._watch else [])]
+        own: list[Listener] = [self._history, *([self._watch] if self._watch else [])]
         carried.log.tell_started(started, self._listeners, passing=own)
         if (missing := carried.log.missing) and missing.step > last_step(self._run.metrics):
             self._emit(missing)
