@@ -96,8 +96,8 @@ def _forget_meshes() -> None:
         from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, _sharding_prop
 
         # what torch.distributed.tensor.debug does, which takes long to import
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        torch._C._clear_DTensor_sharding_propagator_cache()  # type: ignore[attr-defined]
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
+        torch._C._clear_DTensor_sharding_propagator_cache()
         _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
         _redistribute._gen_transform_infos.cache_clear()
         _redistribute.clear_redistribute_planner_cache()
