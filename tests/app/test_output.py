@@ -81,11 +81,14 @@ def test_a_hint_begins_with_uv_run_where_nothing_else_finds_the_command(
 def test_an_exit_leaves_operators_registered_and_removes_temporary_folders(tmp_path: Path) -> None:
     import torch  # takes seconds, for which the other tests need not wait
 
+    import worldsize.app.list  # noqa: F401 - the command, whose name in its package is that of a built-in
+
     library = torch.library.Library("worldsize_test", "FRAGMENT")  # type: ignore[no-untyped-call]
     with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
         registry: list[Any] = list(getattr(weakref.finalize, "_registry"))  # noqa: B009 - private
         of_library = [each for each in registry if each.peek()[0] is library]
         others = [each for each in registry if each.peek()[2:3] and folder in str(each.peek()[2])]
+        weakref.finalize(library, dict.pop, {}, "name", None)  # a function without a module
         keep_operators()
         assert [each.atexit for each in of_library] == [False]
         assert [each.atexit for each in others] == [True]

@@ -40,6 +40,20 @@ def test_a_job_that_was_queued_again_is_not_that_of_its_first_node(
     assert Slurm().is_current() == is_current
 
 
+def test_a_job_of_an_array_is_asked_for_by_its_place(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The id of one of them is that of the array, for which Slurm shows all, and queues all of them again."""
+    for name, value in {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}.items():
+        monkeypatch.setenv(name, value)
+    shown = f'#!/bin/sh\n[ "$*" = "show job --oneliner 7_3" ] && exec /bin/cat {answers}\n'
+    (answers.parent / "scontrol").write_text(shown)
+    answers.write_text("JobId=7 JobState=RUNNING Restarts=1")
+    assert Slurm(node_timeout=0.1).is_current()
+    plans = [Plan(answers.parent / name, Cluster("slurm", 2, 2, "cpu", "gloo"), {}, {}) for name in ("a", "b")]
+    script = Slurm()._script(plans[0].cluster, plans)
+    assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in script
+    assert 'requeue "$SLURM_JOB_ID"' not in script
+
+
 def test_a_node_that_cannot_ask_slurm_does_not_go_on(answers: Path) -> None:
     begun = time.monotonic()
     assert not Slurm(node_timeout=0.5).is_current()
@@ -75,15 +89,31 @@ def test_an_agent_that_was_started_by_hand_goes_on(monkeypatch: pytest.MonkeyPat
 def test_another_node_queues_the_job_again_if_the_first_is_lost(
     tmp_path: Path, code: int, said: str, *, is_queued: bool
 ) -> None:
-    scontrol = tmp_path / "scontrol"
+    end_agent(tmp_path, node=1, code=code, said=said)
+    assert (tmp_path / "queued_7").exists() == is_queued
+
+
+@pytest.mark.parametrize("code", [75, 143])
+def test_a_node_that_the_job_goes_on_without_does_not_stand_in_the_way_of_one_that_loses_the_first(
+    tmp_path: Path, code: int
+) -> None:
+    """Somebody has taken out the one before, so that its agent got SIGTERM."""
+    said = "JobState=RUNNING Restarts=0 ExitCode=0:0"
+    end_agent(tmp_path, node=1, code=code, said=said)
+    end_agent(tmp_path, node=2, code=76, said=said)
+    assert (tmp_path / "queued_7").exists()
+
+
+def end_agent(folder: Path, *, node: int, code: int, said: str) -> None:
+    """Run what the job's script does on a node whose agent ends with ``code``; ``said``: what Slurm says of the job."""
+    scontrol = folder / "scontrol"
     scontrol.write_text(
-        f'#!/bin/sh\n[ "$1" = requeue ] && exec touch {tmp_path}/queued_$2\necho "JobId=7 {said} NumNodes=2"\n'
+        f'#!/bin/sh\n[ "$1" = requeue ] && exec touch {folder}/queued_$2\necho "JobId=7 {said} NumNodes=2"\n'
     )
     scontrol.chmod(0o755)
-    plan = Plan(tmp_path, Cluster("slurm", 2, 2, "cpu", "gloo"), {"worker": Role(2, restart="heal")}, {})
+    plan = Plan(folder, Cluster("slurm", 2, 2, "cpu", "gloo"), {"worker": Role(2, restart="heal")}, {})
     script = Slurm().describe(plan).partition("bash -c \\\n  '")[2].partition("' \\\n")[0]
-    variables = {"SLURM_NODEID": "1", "SLURM_JOB_ID": "7", "WORLDSIZE_CODE": f"{tmp_path}/code"}
-    environment = {**variables, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    variables = {"SLURM_NODEID": str(node), "SLURM_JOB_ID": "7", "WORLDSIZE_CODE": f"{folder}/code"}
+    environment = {**variables, "PATH": f"{folder}:/usr/bin:/bin"}
     done = subprocess.run(["bash", "-c", script, "bash", "sh", "-c", f"exit {code}"], env=environment, check=False)
     assert done.returncode == code
-    assert (tmp_path / "queued_7").exists() == is_queued

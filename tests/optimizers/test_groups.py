@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 from worldsize.config.instantiate import Allowed, build
 from worldsize.core import ConfigError
 from worldsize.engine.schedules import warmup_linear
+from worldsize.optimizers.arguments import check_tuples
 from worldsize.optimizers.groups import grouped
 from worldsize.optimizers.muon import muon
 from worldsize.optimizers.names import named_by
@@ -210,3 +211,16 @@ def test_an_option_with_too_few_numbers_is_told_with_how_many_it_takes(options: 
     own = model()
     with pytest.raises(ConfigError, match=re.escape(message)), named_by(own):
         build(node, partial, allowed=Allowed(), key="optimizer")(own.parameters())
+
+
+def test_options_that_are_words_or_any_number_of_numbers_are_left_to_the_optimizer() -> None:
+    def own(
+        params: Iterable[Any],
+        skipped: tuple[str, ...] = ("bias", "norm"),
+        layers: tuple[int, ...] = (1, 2),
+        powers: Sequence[float] = (1.0, 2.0),
+        none: tuple[()] = (),
+    ) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+    check_tuples(own, {"skipped": ["bias"], "layers": [3], "powers": [1.0], "none": ["a"]}, key="optimizer")

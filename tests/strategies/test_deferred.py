@@ -454,6 +454,18 @@ def test_nothing_is_drawn_for_a_model_whose_state_follows() -> None:
     assert not any(parameter.is_meta for parameter in described.model.parameters())
 
 
+def test_weights_that_follow_are_no_numbers_until_then() -> None:
+    """An optimizer that copies them when it is made, for example, ends in NaN, which shows."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).bfloat16())
+
+    with state_follows():
+        described = DeferredModel.build(make)
+        described.fill(HOST)
+    assert all(parameter.isnan().all() for parameter in described.model.parameters())
+
+
 class Collector(nn.Module):
     def __init__(self) -> None:
         super().__init__()

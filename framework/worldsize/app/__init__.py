@@ -125,10 +125,9 @@ def remove_leftovers() -> None:
 
 def keep_operators() -> None:
     """Let the exit leave torch's operators registered: torch would take them out one by one."""
-    registered: list[weakref.finalize[..., object]] = list(getattr(weakref.finalize, "_registry", ()))
-    for finalizer in registered:
+    for finalizer in [*getattr(weakref.finalize, "_registry", ())]:  # not list(), the name of a command's module here
         alive = finalizer.peek()
-        if alive and alive[1].__module__ == "torch.library":
+        if alive and getattr(alive[1], "__module__", None) == "torch.library":  # methods of built-in types have none
             finalizer.atexit = False
 
 

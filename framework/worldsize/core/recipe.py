@@ -65,7 +65,10 @@ class Recipe(ABC):
 
     @abstractmethod
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Make the optimizer of ``model``, whose parameters a strategy may have moved or sharded by then."""
+        """Make the optimizer of ``model``, whose parameters a strategy may have moved or sharded by then.
+
+        Their values may be NaN as yet, if a checkpoint is about to be loaded.
+        """
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
         """Make the learning-rate schedule, advanced once per optimizer step; ``None`` keeps the rate constant."""

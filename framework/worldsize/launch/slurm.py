@@ -116,7 +116,8 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
         job, deadline = job_of(os.environ), time.monotonic() + self.node_timeout
         while job is not None:
             try:
-                facts = _facts(job["id"], patience=max(_RETRY, deadline - time.monotonic()))
+                name = f"{job['array']}_{job['array_task']}" if "array" in job else job["id"]
+                facts = _facts(name, patience=max(_RETRY, deadline - time.monotonic()))
                 is_queued = facts.get("JobState") in _QUEUED
                 return not is_queued and facts.get("Restarts") == str(job["requeues"])
             except WorldsizeError as error:
@@ -143,6 +144,8 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
             variables=[(name, shlex.quote(value)) for name, value in plans[0].environment.items()],
             runs=runs if array else [],
             run='"${runs[$SLURM_ARRAY_TASK_ID]}"' if array else runs[0],
+            # the id of one job of an array is that of the array, and so means all of them
+            job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if array else "$SLURM_JOB_ID",
             python=shlex.quote(self.python or sys.executable),
             srun_options="".join(f" {shlex.quote(word)}" for word in self._container(plans, "pyxis")),
             agent=shlex.join([*self._container(plans, "apptainer"), python]),

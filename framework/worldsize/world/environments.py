@@ -245,6 +245,7 @@ def _expanded_counts(text: str) -> list[int]:
 
 _JOB = {
     "id": "SLURM_JOB_ID",
+    "array": "SLURM_ARRAY_JOB_ID",
     "array_task": "SLURM_ARRAY_TASK_ID",
     "partition": "SLURM_JOB_PARTITION",
     "nodes": "SLURM_JOB_NODELIST",

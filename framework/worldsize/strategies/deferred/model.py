@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -106,7 +107,7 @@ class DeferredModel:
 
         Afterwards the random generators have the states that making the whole model would leave, whatever has been
         drawn since it was built. Within :func:`filled_with` the tensors have no values, and within
-        :func:`state_follows` those of the model's state have arbitrary ones, and nothing is drawn for them.
+        :func:`state_follows` those of the model's state are no numbers, and nothing is drawn for them.
 
         Args:
             device: Device of the tensors.
@@ -127,14 +128,16 @@ class DeferredModel:
             _put(value, places[described], devices)
         for described, slots in scratch.items():
             divided = all(isinstance(slot.tensor, DTensor) for slot in slots)  # else the memory of the whole is kept
-            _put(_zeros(described) if divided else described.scratch(), slots, devices)
+            value = _no_numbers(described)
+            _put(value if divided else described.scratch().copy_(value), slots, devices)
         if fakes is None and not follow:
             self.tape.draw_all()
 
 
-def _zeros(described: Deferred) -> Tensor:
-    """Return a tensor of the same shape that takes no memory, of which parts can be copied."""
-    return torch.zeros((), dtype=described.dtype).expand(described.size)
+def _no_numbers(described: Deferred) -> Tensor:
+    """Return NaN in the same shape, which takes no memory and shows if anything is computed from it; 0 of integers."""
+    value = math.nan if described.dtype.is_floating_point or described.dtype.is_complex else 0
+    return torch.full((), value, dtype=described.dtype).expand(described.size)
 
 
 def _put(value: Tensor, slots: Sequence[Slot], devices: Devices) -> None:
