@@ -183,6 +183,10 @@ def pytest_collection() -> Iterator[None]:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries would say at the exit what was never freed
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by their folder, and put first those that may take minutes, of clusters and with a limit of their own.
 
