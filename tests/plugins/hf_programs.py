@@ -92,6 +92,10 @@ def make_classifier(*, kind: Any = transformers.Trainer, dropout: float = 0.0, *
     return kind(model=model, args=made, train_dataset=rows(), eval_dataset=rows(13, seed=2), data_collator=padded)
 
 
+def make_unfused() -> Any:
+    return make_classifier(optim="adamw_torch")
+
+
 def accuracy(prediction: Any) -> dict[str, Any]:
     return {"accuracy": (prediction.predictions.argmax(-1) == prediction.label_ids).mean()}
 

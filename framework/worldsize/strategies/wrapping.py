@@ -69,7 +69,8 @@ def refuse_fused(optimizer: Optimizer, reduce: Reduction) -> None:
         raise ConfigError(
             f"optimizer.fused=true: the fused {type(optimizer).__name__} may round the last numbers of a tensor in "
             "another way than the others, and this strategy divides tensors at other places on any number of "
-            "processes. Set optimizer.fused=false, or use strategy=ddp or zero, or reproducibility=seeded."
+            "processes. Set optimizer.fused=false (TrainingArguments(optim='adamw_torch')), or use strategy=ddp or "
+            "zero, or reproducibility=seeded."
         )
 
 
