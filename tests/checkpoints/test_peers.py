@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.interruption import end_gang_soon
 from worldsize.checkpoints import peers
 from worldsize.checkpoints.peers import receive_state, send_state
 from worldsize.collectives.interruption import INTERRUPTION
@@ -62,13 +63,7 @@ def test_whoever_sends_to_a_process_that_does_not_receive_stops_when_the_gang_do
             dist.recv_object_list([None, None, None], group=world.group, group_src=0)
             barrier.wait(60)  # instead of the tensors
             return 1
-        checks = iter([None, None])
-
-        def check() -> None:
-            if next(checks, "ended") == "ended":
-                raise ConnectionError("the gang has ended")
-
-        INTERRUPTION.begin(check, longest=120.0)
+        end_gang_soon()
         with pytest.raises(ConnectionError):
             send_state(state(7), {}, [1], world.group, world.device)
         barrier.wait(60)

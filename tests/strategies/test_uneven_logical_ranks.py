@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _verify_param_shape_across_processes
 
+from tests.interruption import end_gang_soon
 from worldsize.collectives.gather_full import whole
 from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.core import MicroBatch, Reduction, RunContext, StepResult, World
@@ -238,13 +239,7 @@ def test_a_replica_that_waits_for_the_weights_of_a_peer_stops_when_the_gang_does
             _verify_param_shape_across_processes(world.group, list(model().parameters()))
             barrier.wait(60)  # instead of the weights
             return 1
-        checks = iter([None, None])
-
-        def check() -> None:
-            if next(checks, "ended") == "ended":
-                raise ConnectionError("the gang has ended")
-
-        INTERRUPTION.begin(check, longest=120.0)
+        end_gang_soon()
         with pytest.raises(ConnectionError):
             replicated(model(), world, interruptible=True)
         barrier.wait(60)

@@ -1,10 +1,9 @@
 """Derives every random number of a run from (seed, purpose, indices), independent of the process.
 
 Purposes in use: ``init`` (model initialisation, the same on every rank), ``optimizer`` (what an optimizer draws when it
-is made), ``order`` (epoch),
-``data`` (step, logical rank; augmentation and data workers; without both, what the recipe draws while it makes its
-data), ``pass`` (number, reader; what a stream draws when it begins), ``step`` (step, logical rank; dropout),
-``sparse`` (step, bucket; which gradients are sent) and ``evaluation/SPLIT`` (step; then batch).
+is made), ``order`` (epoch), ``data`` (step, logical rank; augmentation and data workers; without both, what the recipe
+draws while it makes its data), ``pass`` (number, reader; what a stream draws when it begins), ``step`` (step, logical
+rank; dropout), ``sparse`` (step, bucket; which gradients are sent) and ``evaluation/SPLIT`` (step; then batch).
 """
 
 from __future__ import annotations
