@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count, islice
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.distributed import Work
 from torch.distributed import _functional_collectives as functional
 
 from plugins.local_sgd.strategy import LocalSGD
+from worldsize.collectives import step_timer
 from worldsize.collectives.step_timer import Phase, StepTimer, phase
 from worldsize.core import RunContext, Strategy, World
 from worldsize.data.loader import micro_batches
@@ -33,7 +34,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def timer(monkeypatch: pytest.MonkeyPatch) -> StepTimer:
     """A timer whose clock reads 0, 1, 2 ..."""
-    monkeypatch.setattr(time, "perf_counter", map(float, count()).__next__)
+    clock = SimpleNamespace(perf_counter=map(float, count()).__next__)  # read by this timer alone, by no other thread
+    monkeypatch.setattr(step_timer, "time", clock)
     return StepTimer(CPU)
 
 
