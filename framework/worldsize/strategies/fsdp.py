@@ -31,6 +31,7 @@ from worldsize.core import (
 from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.deferred.model import DeferredModel
+from worldsize.strategies.detached_shards import detach_shards
 from worldsize.strategies.fsdp_cost import FSDPSharding, fsdp_cost
 from worldsize.strategies.hook_trial import refuse_mixing_hooks
 from worldsize.strategies.local_steps import step_locally
@@ -204,6 +205,7 @@ class FSDP(Strategy):
         plain = mesh.size(0) == 1 or self.reduce == "ordered" or self.on_failure == "heal"
         policy = MixedPrecisionPolicy(_DTYPES.get(self.param_dtype or ""), _DTYPES.get(self.reduce_dtype or ""))
         offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
+        detach_shards()
         for module in (*units(recipe, model, self.wrap, self.wrap_parameters), root):
             fully_shard(
                 module,

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from worldsize.collectives.timed_sharding import time_sharding
 from worldsize.core import ConfigError, Recipe, TensorStyle
+from worldsize.strategies.detached_shards import detach_shards
 from worldsize.strategies.mesh.interruptible import InterruptibleColumn, InterruptibleRow
 from worldsize.strategies.mesh.layout import along
 from worldsize.strategies.mesh.timing import time_column, time_row
@@ -37,6 +38,7 @@ def divide(recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: D
     """Divide the layers below ``roots`` over the tensor axis, then shard each rank's part over the data axis."""
     mine = [module for root in roots for module in root.modules()]
     tensor, data = along(mesh, "tensor"), along(mesh, "data")
+    detach_shards()
     if tensor.size() > 1:
         _divide_layers(recipe, model, mine, tensor, interruptible=sharding.interruptible)
     if data.size() > 1:
