@@ -6,6 +6,7 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -62,6 +63,21 @@ def test_a_launcher_that_starts_another_number_of_processes_is_refused() -> None
         open_world(Placement(0, 1, 0, 1, "env://"), cluster, {"worker": Role(4)}),
     ):
         pass
+
+
+@pytest.mark.parametrize("restart", ["gang", "heal"])
+def test_torch_records_the_last_collectives_of_every_gang_and_writes_no_pickle(
+    restart: Literal["gang", "heal"],
+) -> None:
+    def body(_: World) -> list[str | None]:
+        names = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_DISTRIBUTED_DEBUG")
+        for name in names:
+            os.environ.pop(name, None)
+        roles = {"worker": Role(1, restart=restart)}
+        with open_world(Placement(0, 1, 0, 1, "env://"), Cluster("test", 1, 1, "cpu", "gloo", debug=True), roles):
+            return [os.environ.get(name) for name in names]
+
+    assert run_in_worlds(body, 1) == [["200", "0", "INFO"]]
 
 
 def test_processes_of_a_node_share_its_cores() -> None:

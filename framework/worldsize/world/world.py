@@ -35,6 +35,7 @@ def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
         ConfigError: the number of processes that the launcher started is not that of the plan.
     """
     check_size(placement, roles)
+    _let_torch_record(debug=cluster.debug)
     device, threads = device_of(placement, cluster), threads_per_process(placement.local_world_size)
     has_launcher = placement.heartbeat is not None  # one of worldsize
     pin = pin_process(
@@ -165,14 +166,18 @@ def device_of(placement: Placement, cluster: Cluster) -> torch.device:
     return device
 
 
-def _join(placement: Placement, cluster: Cluster, device: torch.device, gang: Sequence[int]) -> None:
-    if len(gang) > _ALL_CONNECTED:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    if cluster.debug:
+def _let_torch_record(*, debug: bool) -> None:
+    """Set what torch reads when the first process group is made."""
+    if debug:
         os.environ.update(NCCL_DEBUG="INFO", TORCH_DISTRIBUTED_DEBUG="INFO")
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives that torch's flight recorder keeps
     os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")  # its dump is a pickle; see worker/flight.py
+
+
+def _join(placement: Placement, cluster: Cluster, device: torch.device, gang: Sequence[int]) -> None:
+    if len(gang) > _ALL_CONNECTED:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dist.init_process_group(
         cluster.backend,
         init_method=placement.store,
