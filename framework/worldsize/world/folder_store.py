@@ -73,4 +73,4 @@ def look_for(
         if time.monotonic() > deadline:
             raise TimeoutError(f"timed out waiting for {', '.join(keys)}")
         time.sleep(pause)
-        pause = min(1.5 * pause, _LONGEST)
+        pause = min(1.1 * pause, _LONGEST)  # about a tenth of what it has waited
