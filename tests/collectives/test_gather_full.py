@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from worldsize.checkpoints.pieces import cut, piece_of
+from worldsize.checkpoints.pieces import cut, pieces_of
 from worldsize.checkpoints.shards import box_of
 from worldsize.collectives.gather_full import gather_full, use_full
 from worldsize.collectives.gather_full import whole as sharded_whole
@@ -64,7 +64,7 @@ def test_shards_of_layers_that_ranks_share_become_the_whole_tensor_and_lie_where
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             assert torch.equal(sharded_whole(parameter.detach()), expected[name])  # type: ignore[arg-type]
-            piece, own = piece_of(name, parameter), parameter.to_local()
+            piece, own = pieces_of({name: parameter}).get(name), parameter.to_local()
             place = cut(expected[name], box_of([0] * parameter.ndim, parameter.shape), piece.box) if piece else own[:0]
             assert torch.equal(own, place)
 

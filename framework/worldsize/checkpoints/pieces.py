@@ -50,23 +50,37 @@ class Held:
     part: int | None = None  # None: it has one of its own
 
 
-def piece_of(name: str, tensor: Tensor) -> Piece | None:
-    """Return the part of a tensor (plain, or a DTensor) that this rank holds; None: it holds no element of it."""
+def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+    """Return the part of each tensor (plain, or a DTensor) that this rank holds, by name, in their order.
+
+    Tensors of which it holds no element are left out.
+    """
+    boxes: dict[Any, Box] = {}  # by form: torch takes long to compute one, and most tensors have the form of others
+    pieces = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_meta:
+            form = _form_of(tensor)
+            if form not in boxes:
+                boxes[form] = _box_of(tensor)
+            pieces[name] = Piece(name, boxes[form])
+    return {name: piece for name, piece in pieces.items() if piece.elements}
+
+
+def _form_of(tensor: Tensor) -> Any:
+    """Return what says which part of a tensor this rank holds."""
+    from torch.distributed.tensor import DTensor
+
+    return (tensor.shape, tensor.placements, id(tensor.device_mesh)) if isinstance(tensor, DTensor) else tensor.shape
+
+
+def _box_of(tensor: Tensor) -> Box:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    if tensor.is_meta:
-        return None
     sizes, offsets = tuple(tensor.shape), (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    piece = Piece(name, box_of(offsets, sizes))
-    return piece if piece.elements else None
-
-
-def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Return the parts that this rank holds of ``tensors``, of any shapes, in their order."""
-    return [piece for name, tensor in tensors.items() if (piece := piece_of(name, tensor)) is not None]
+    return box_of(offsets, sizes)
 
 
 def cut(tensor: Tensor, within: Box, part: Box) -> Tensor:
@@ -172,7 +186,7 @@ def gathered_layout(
 ) -> Layout:
     """Gather who holds which parts of ``tensors``, of any shapes; all ranks of ``group`` must call it (None: one)."""
     pieces = pieces_of(tensors)
-    own = Held(pieces, {piece.name: tensors[piece.name].dtype for piece in pieces}, host, part)
+    own = Held([*pieces.values()], {name: tensors[name].dtype for name in pieces}, host, part)
     return Layout(all_of(own, group))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.checkpoints.copies import Generation
-from worldsize.checkpoints.pieces import Piece, all_of, cut, missing_elements, piece_of, pieces_of
+from worldsize.checkpoints.pieces import Piece, all_of, cut, missing_elements, pieces_of
 from worldsize.checkpoints.shards import overlap
 from worldsize.checkpoints.tree import join, ordered_like, split
 from worldsize.checkpoints.validation import Box
@@ -66,17 +66,14 @@ def recovered(template: StateDict, own: Sequence[Generation], group: ProcessGrou
     """
     tensors, _ = split({part: child for part, child in template.items() if part != "strategy"})
     offers = [_Offer(each.step, each.number, each.elements, list(each.parts)) for each in own]
-    gathered = all_of((offers, pieces_of(tensors)), group)
+    pieces = pieces_of(tensors)
+    gathered = all_of((offers, [*pieces.values()]), group)
     if not any(theirs for theirs, _ in gathered):
         return None
     key, keepers = _newest_complete([theirs for theirs, _ in gathered])
     kept = next((each for each in own if (each.step, each.number) == key), None)
     values, skipped = _from_first((kept.values, kept.skipped) if kept else None, keepers, group)
-    targets = {
-        piece: local(tensor).detach()
-        for name, tensor in tensors.items()
-        if (piece := piece_of(name, tensor)) is not None
-    }
+    targets = {piece: local(tensors[name]).detach() for name, piece in pieces.items()}
     exchange = _Exchange(group, targets, kept.parts if kept else {})
     exchange.run(_transfers(keepers, [needed for _, needed in gathered]))
     return Recovered(key[0], skipped, ordered_like(join(values, tensors), template), kept)
