@@ -78,14 +78,14 @@ class ShardRecovery:
             carried.progress, carried.log.step, carried.log.evaluation = None, 0, 0
         else:
             replica.load(newest.state)
-            carried.log.step, carried.log.evaluation = self._logged(world, group, loop)
             is_past = before is not None and before.step > newest.step
             is_saved = before is None or is_past or (before.step == newest.step and before.saved)
-            known: list[Any] = [carried.log.evaluation >= newest.step, is_saved]
-            if group is not None:
+            known: list[Any] = [*(self._logged(loop) if world.rank == 0 else (0, 0)), is_saved]
+            if group is not None:  # as the member knows that logs
                 dist.broadcast_object_list(known, group=group, group_src=0)
-            evaluated = known[0] or not loop.evaluates(newest.step)
-            saved = known[1] or not loop.saves(newest.step)
+            carried.log.step, carried.log.evaluation, is_saved = known
+            evaluated = carried.log.evaluation >= newest.step or not loop.evaluates(newest.step)
+            saved = is_saved or not loop.saves(newest.step)
             carried.progress = TrainingProgress(newest.step, newest.skipped, evaluated, saved)
         self._begin(replica, world, number, group, newest.kept if newest else None)
         self._left = []  # only now: if this is interrupted, the next membership needs it
@@ -109,16 +109,12 @@ class ShardRecovery:
         if copies.is_unused or (is_new and progress.step % self._every == 0):
             copies.take(replica.state(), step=progress.step, skipped=progress.skipped)
 
-    def _logged(self, world: World, group: ProcessGroup | None, loop: LoopConfig) -> tuple[int, int]:
-        """Return the last step and the last evaluation that are recorded, as the member that logs reads there."""
-        step, is_evaluation = last_row(self._run.metrics) if world.rank == 0 else (0, False)
+    def _logged(self, loop: LoopConfig) -> tuple[int, int]:
+        """Return the last step and the last evaluation that are recorded."""
+        step, is_evaluation = last_row(self._run.metrics)
         logged = step if not is_evaluation or loop.logs(step) else step - 1
         evaluated = step if is_evaluation or (step and not loop.logs(step)) else step - 1
-        newest: list[Any] = [(logged, evaluated)]
-        if group is not None:
-            dist.broadcast_object_list(newest, group=group, group_src=0)
-        recorded: tuple[int, int] = newest[0]
-        return recorded
+        return logged, evaluated
 
 
 def _nothing(progress: TrainingProgress) -> None: ...
