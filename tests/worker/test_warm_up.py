@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from worldsize.strategies.deferred.known import KnownModels
 from worldsize.worker.warm_up import warm_up
 from worldsize.world.environments import Placement
 
@@ -29,7 +30,7 @@ def test_nothing_of_a_warm_up_stays(shards: bool) -> None:
     recipe: Any = Recipe()
     settings: Any = SimpleNamespace(strategy=SimpleNamespace(shards_state=shards), recipe=recipe)
     before = torch.get_rng_state()
-    warm_up(settings)
+    warm_up(settings, KnownModels())
     assert not dist.is_initialized()
     assert torch.equal(torch.get_rng_state(), before)
     assert [each.weight.is_meta for each in recipe.models] == [True] * shards  # described, and not made

@@ -10,13 +10,17 @@ from torch._C._distributed_c10d import HashStore
 
 from worldsize.config.settings import Settings
 from worldsize.reproducibility.seeds import drawn_apart
-from worldsize.strategies.deferred.model import DeferredModel
+from worldsize.strategies.deferred.known import KnownModels
+from worldsize.strategies.deferred.model import DeferredModel, known_models
 
 
-def warm_up(settings: Settings) -> None:
-    """Make a process group of this process alone, and describe the model if the strategy shards it; keep neither."""
+def warm_up(settings: Settings, known: KnownModels) -> None:
+    """Make a process group of this process alone, and describe the model if the strategy shards it; keep neither.
+
+    What is then ``known`` of the model need not be found out again.
+    """
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
     if settings.strategy.shards_state:
-        with drawn_apart("model"):
+        with drawn_apart("model"), known_models(known):
             DeferredModel.build(settings.recipe.model, warns=False)
