@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from worldsize.checkpoints import recovery
 from worldsize.checkpoints.copies import Generation, ShardCopies
 from worldsize.checkpoints.pieces import Held, Layout, Piece
-from worldsize.checkpoints.recovery import handed_over, recovered
+from worldsize.checkpoints.recovery import Recovery, handed_over
 from worldsize.core import StateDict, World
 from worldsize.errors import CheckpointError
 from worldsize.testing.worlds import run_in_worlds
@@ -48,7 +48,7 @@ def restored(world: World, dead: Sequence[int]) -> list[tuple[int, int, bool]]:
     left = kept(world, 3)
     own = [] if world.rank in dead else left
     template = state(range(world.size), 3, filled=False)
-    newest = recovered(template, own, dist.group.WORLD)
+    newest = Recovery(template, own, dist.group.WORLD, host="one").run()
     assert newest is not None
     expected = state(range(world.size), newest.step)
     tables = [each["model"]["table"] for each in (newest.state, expected)]
@@ -97,7 +97,7 @@ def test_a_process_that_dies_with_its_peer_takes_a_part_along() -> None:
         if world.rank in (1, 2):
             kept(world, 3)
         with pytest.raises(CheckpointError) as error:
-            recovered(state(range(world.size), 3, filled=False), own, dist.group.WORLD)
+            Recovery(state(range(world.size), 3, filled=False), own, dist.group.WORLD, host="one").run()
         return str(error.value)
 
     for said in run_in_worlds(lost, 4):
@@ -114,7 +114,7 @@ def test_copies_that_did_not_arrive_leave_the_generation_before() -> None:
         if world.rank == 1:  # and the copy of it was on the way
             received = {piece: part for piece, part in newer[0].parts.items() if piece.name != "model/table"}
             own = [Generation(1, 3, 1, newer[0].values, newer[0].elements, received), older[0]]
-        newest = recovered(state(range(world.size), 3, filled=False), own, dist.group.WORLD)
+        newest = Recovery(state(range(world.size), 3, filled=False), own, dist.group.WORLD, host="one").run()
         assert newest is not None
         return newest.step, newest.state["model"]["common"].item() == 2
 
@@ -147,7 +147,7 @@ def divided_among_two(survivors: Sequence[int], size: int = 3) -> Tensor:
         table = DTensor.from_local(mine, half, [Shard(0)], shape=TABLE.shape, stride=TABLE.stride())
         single = torch.zeros(5, dtype=torch.int16)
         template = {"model": {"table": table, "common": torch.tensor(0.0)}, "optimizer": {"single": single, "lr": 0.0}}
-        newest = recovered(template, left, group)
+        newest = Recovery(template, left, group, host="one").run()
         assert newest is not None
         assert torch.equal(newest.state["optimizer"]["single"], torch.full((5,), 3, dtype=torch.int16))
         return mine.clone()

@@ -54,6 +54,7 @@ class ShardCopies:
         part: The part of the data that this rank trains; None: one of its own.
         device: Device of the state.
         before: What the membership before has left; it is kept until the first generation is complete.
+        layout: Who holds what, if it is known already.
         at: Called at named points, at which tests inject faults.
     """
 
@@ -66,6 +67,7 @@ class ShardCopies:
         part: int | None = None,
         device: torch.device,
         before: Generation | None = None,
+        layout: Layout | None = None,
         at: Callable[[str], None] = lambda point: None,
     ) -> None:
         self._at = at
@@ -73,14 +75,10 @@ class ShardCopies:
         self._rank = group.rank() if group else 0
         self._complete: tuple[Generation, _Buffers | None] | None = (before, None) if before else None
         self._flight: tuple[Generation, _Buffers, Work | None] | None = None
-        self._layout: Layout | None = None
-        self._names: set[str] = set()
-        self._free: list[_Buffers] = []
-
-    @property
-    def is_unused(self) -> bool:
+        self._layout = layout
+        self.is_unused = True
         """Whether nothing has been taken in this membership."""
-        return self._layout is None
+        self._free: list[_Buffers] = []
 
     @property
     def newest(self) -> Generation | None:
@@ -95,14 +93,15 @@ class ShardCopies:
         """
         self._finish()
         tensors, values = split({part: child for part, child in state.items() if part != "strategy"})
-        if self._layout is None or self._names != tensors.keys():
-            self._layout, self._names = gathered_layout(tensors, self._group, *self._place), set(tensors)
+        if self._layout is None or self._layout.names != tensors.keys():
+            self._layout = gathered_layout(tensors, self._group, *self._place)
             self._free = []
         buffers = self._free.pop() if self._free else _Buffers(self._layout, self._rank, self._device)
         buffers.fill(tensors)
         elements = sum(tensor.numel() for tensor in tensors.values())
         generation = Generation(self._number, step, skipped, values, elements, buffers.own)
         self._flight = (generation, buffers, buffers.sent(self._group) if self._group else None)
+        self.is_unused = False
         self._at("copies:sent")
 
     def left(self) -> list[Generation]:

@@ -98,7 +98,9 @@ class Layout:
     and sends a copy to its peer; of several that all train one part of the data, one does.
     """
 
-    def __init__(self, held: Sequence[Held]) -> None:
+    def __init__(self, held: Sequence[Held], names: Collection[str] = ()) -> None:
+        self.names = set(names)
+        """Names of all tensors of the state."""
         self._dtypes = {name: dtype for each in held for name, dtype in each.dtypes.items()}
         self._hosts = [each.host for each in held]
         self._parts = [rank if each.part is None else each.part for rank, each in enumerate(held)]
@@ -185,9 +187,12 @@ def gathered_layout(
     tensors: Mapping[str, Tensor], group: ProcessGroup | None, host: str, part: int | None = None
 ) -> Layout:
     """Gather who holds which parts of ``tensors``, of any shapes; all ranks of ``group`` must call it (None: one)."""
-    pieces = pieces_of(tensors)
-    own = Held([*pieces.values()], {name: tensors[name].dtype for name in pieces}, host, part)
-    return Layout(all_of(own, group))
+    return Layout(all_of(held_of(tensors, pieces_of(tensors), host, part), group), tensors)
+
+
+def held_of(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], host: str, part: int | None) -> Held:
+    """Return what this rank says of the ``pieces`` that it holds of ``tensors``, of any shapes."""
+    return Held([*pieces.values()], {name: tensors[name].dtype for name in pieces}, host, part)
 
 
 def all_of(value: Any, group: ProcessGroup | None) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.checkpoints.copies import Generation
-from worldsize.checkpoints.pieces import Piece, all_of, cut, missing_elements, pieces_of
+from worldsize.checkpoints.pieces import Held, Layout, Piece, all_of, cut, held_of, missing_elements, pieces_of
 from worldsize.checkpoints.shards import overlap
 from worldsize.checkpoints.tree import join, ordered_like, split
 from worldsize.checkpoints.validation import Box
@@ -51,32 +51,77 @@ class Recovered:
     """What this rank itself keeps of it."""
 
 
-def recovered(template: StateDict, own: Sequence[Generation], group: ProcessGroup | None) -> Recovered | None:
-    """Fill the tensors of ``template`` with the newest generation of which the ranks of ``group`` have all parts.
+@final
+@dataclass(frozen=True)
+class _Account:
+    """Lists what one rank keeps and what it holds now; ``facts``: what else it tells the others."""
 
-    All ranks must call it. None: no rank has ever kept anything.
+    offers: Sequence[_Offer]
+    held: Held
+    facts: Any
+
+
+@final
+class Recovery:
+    """What the ranks of a group keep of a state, of any group before, and what each of them holds of it now.
+
+    All ranks must make one at the same point.
 
     Args:
-        template: The state of this rank; its tensors, of any shapes, are those of the new group, and are overwritten.
-        own: What this rank keeps, of any group before.
+        template: The state of this rank; its tensors, of any shapes, are those of the new group.
+        own: What this rank keeps.
         group: A gloo group of all ranks; None: this process is alone.
+        host: Name of this host.
+        part: The part of the data that this rank trains; None: one of its own.
+        facts: What the first rank tells the others, a plain value; that of other ranks is not used.
 
-    Raises:
-        CheckpointError: parts of each generation are lost.
+    Attributes:
+        layout: Who holds what now.
+        facts: Those of the first rank.
     """
-    tensors, _ = split({part: child for part, child in template.items() if part != "strategy"})
-    offers = [_Offer(each.step, each.number, each.elements, list(each.parts)) for each in own]
-    pieces = pieces_of(tensors)
-    gathered = all_of((offers, [*pieces.values()]), group)
-    if not any(theirs for theirs, _ in gathered):
-        return None
-    key, keepers = _newest_complete([theirs for theirs, _ in gathered])
-    kept = next((each for each in own if (each.step, each.number) == key), None)
-    values, skipped = _from_first((kept.values, kept.skipped) if kept else None, keepers, group)
-    targets = {piece: local(tensors[name]).detach() for name, piece in pieces.items()}
-    exchange = _Exchange(group, targets, kept.parts if kept else {})
-    exchange.run(_transfers(keepers, [needed for _, needed in gathered]))
-    return Recovered(key[0], skipped, ordered_like(join(values, tensors), template), kept)
+
+    def __init__(
+        self,
+        template: StateDict,
+        own: Sequence[Generation],
+        group: ProcessGroup | None,
+        *,
+        host: str,
+        part: int | None = None,
+        facts: Any = None,
+    ) -> None:
+        self._template, self._own, self._group = template, own, group
+        self._tensors, _ = split({part: child for part, child in template.items() if part != "strategy"})
+        self._pieces = pieces_of(self._tensors)
+        offers = [_Offer(each.step, each.number, each.elements, list(each.parts)) for each in own]
+        held = held_of(self._tensors, self._pieces, host, part)
+        is_first = group is None or group.rank() == 0
+        accounts: list[_Account] = all_of(_Account(offers, held, facts if is_first else None), group)
+        self._offers, self._held = [each.offers for each in accounts], [each.held for each in accounts]
+        self.layout = Layout(self._held, self._tensors)
+        self.facts = accounts[0].facts
+
+    def run(self) -> Recovered | None:
+        """Fill the tensors of the state with the newest generation of which the ranks have all parts.
+
+        All ranks must call it. None: no rank has ever kept anything.
+
+        Raises:
+            CheckpointError: parts of each generation are lost.
+        """
+        if not any(self._offers):
+            return None
+        key, keepers = _newest_complete(self._offers)
+        kept = next((each for each in self._own if (each.step, each.number) == key), None)
+        facts = (kept.values, kept.skipped) if kept else None
+        if not all(any((each.step, each.number) == key for each in theirs) for theirs in self._offers):
+            facts = _from_first(facts, keepers, self._group)
+        assert facts is not None
+        values, skipped = facts
+        targets = {piece: local(self._tensors[name]).detach() for name, piece in self._pieces.items()}
+        exchange = _Exchange(self._group, targets, kept.parts if kept else {})
+        exchange.run(_transfers(keepers, [each.pieces for each in self._held]))
+        return Recovered(key[0], skipped, ordered_like(join(values, self._tensors), self._template), kept)
 
 
 def handed_over(own: Sequence[Generation], group: ProcessGroup, ranks: int) -> list[Generation]:

@@ -56,11 +56,10 @@ class Transport(NcclConnections):
 
 
 def audit(world: World, cluster: Cluster, environ: Mapping[str, str], log: Path) -> Transport:
-    """Run a first collective, and return which transports and which interface this process uses for it.
+    """Return which transports and which interface this process uses; where NCCL says it, after a first collective.
 
     ``log``: what NCCL writes of this process, :func:`nccl_log`.
     """
-    _sum(torch.ones(1, device=world.device), world)
     if cluster.backend == "gloo":
         interface = environ.get("GLOO_SOCKET_IFNAME")
         return {
@@ -71,6 +70,7 @@ def audit(world: World, cluster: Cluster, environ: Mapping[str, str], log: Path)
         }
     if cluster.backend != "nccl":  # it does not say
         return {"backend": cluster.backend, "transports": [], "interface": None, "ranks": {}}
+    _sum(torch.ones(1, device=world.device), world)
     used = connections_of(parse_nccl(log.read_text() if log.exists() else ""))
     return {"backend": "nccl", **used, "ranks": _counted(used["transports"], world)}
 

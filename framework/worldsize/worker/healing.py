@@ -220,10 +220,12 @@ class HealingMember:
         if world.group is None:
             return carried.log.last
         own = carried.log.last.step if carried.log.last else 0
-        newest = torch.tensor(own * world.size + world.rank, device=world.device)  # and who has logged it
-        dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=world.group)
+        ends = torch.tensor([own * world.size + world.rank, -own], device=world.device)  # the first says who logged it
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=world.group)
+        newest, oldest = int(ends[0]), -int(ends[1])
         logged = [carried.log.last]
-        dist.broadcast_object_list(logged, group=world.group, group_src=int(newest) % world.size)
+        if newest // world.size > oldest:
+            dist.broadcast_object_list(logged, group=world.group, group_src=newest % world.size)
         return logged[0]
 
     def _done_after(self, step: int, world: World, carried: Carried) -> tuple[bool, bool, Mapping[str, Any]]:

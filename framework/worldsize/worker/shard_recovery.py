@@ -6,13 +6,11 @@ import gc
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
-
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from typing import final
 
 from worldsize.checkpoints.copies import Generation, ShardCopies
-from worldsize.checkpoints.recovery import handed_over, recovered
+from worldsize.checkpoints.pieces import Layout
+from worldsize.checkpoints.recovery import Recovery, handed_over
 from worldsize.core import Replica, World
 from worldsize.engine.fit import LoopConfig, TrainingProgress
 from worldsize.records.metrics import last_row
@@ -69,25 +67,26 @@ class ShardRecovery:
         Raises:
             CheckpointError: a part of each state is lost.
         """
-        carried = self._carried
-        before = carried.progress
+        carried, group = self._carried, world.groups.get(f"copies/{world.role}")
         replica = make_replica()
-        group = world.groups.get(f"copies/{world.role}")
-        newest = recovered(replica.state(), self._left, group)
+        recovery = Recovery(
+            replica.state(),
+            self._left,
+            group,
+            host=host_name(os.environ),
+            part=carried.settings.strategy.data_rank(world),
+            facts=self._known(loop) if world.rank == 0 else None,
+        )
+        newest = recovery.run()
         if newest is None:
             carried.progress, carried.log.step, carried.log.evaluation = None, 0, 0
         else:
             replica.load(newest.state)
-            is_past = before is not None and before.step > newest.step
-            is_saved = before is None or is_past or (before.step == newest.step and before.saved)
-            known: list[Any] = [*(self._logged(loop) if world.rank == 0 else (0, 0)), is_saved]
-            if group is not None:  # as the member knows that logs
-                dist.broadcast_object_list(known, group=group, group_src=0)
-            carried.log.step, carried.log.evaluation, is_saved = known
+            carried.log.step, carried.log.evaluation, saved_step = recovery.facts
             evaluated = carried.log.evaluation >= newest.step or not loop.evaluates(newest.step)
-            saved = is_saved or not loop.saves(newest.step)
+            saved = saved_step is None or saved_step >= newest.step or not loop.saves(newest.step)
             carried.progress = TrainingProgress(newest.step, newest.skipped, evaluated, saved)
-        self._begin(replica, world, number, group, newest.kept if newest else None)
+        self._begin(replica, world, number, recovery.layout, newest.kept if newest else None)
         self._left = []  # only now: if this is interrupted, the next membership needs it
         return replica
 
@@ -96,11 +95,17 @@ class ShardRecovery:
         if self._copies:
             self._copies.close()
 
-    def _begin(
-        self, replica: Replica, world: World, number: int, group: ProcessGroup | None, before: Generation | None
-    ) -> None:
-        part, host = self._carried.settings.strategy.data_rank(world), host_name(os.environ)
-        copies = ShardCopies(number, group, host=host, part=part, device=world.device, before=before, at=self._at)
+    def _begin(self, replica: Replica, world: World, number: int, layout: Layout, before: Generation | None) -> None:
+        copies = ShardCopies(
+            number,
+            world.groups.get(f"copies/{world.role}"),
+            host=host_name(os.environ),
+            part=self._carried.settings.strategy.data_rank(world),
+            device=world.device,
+            before=before,
+            layout=layout,
+            at=self._at,
+        )
         self._copies = copies
         self._carried.copy = partial(self._copy, replica, copies)
 
@@ -109,12 +114,16 @@ class ShardRecovery:
         if copies.is_unused or (is_new and progress.step % self._every == 0):
             copies.take(replica.state(), step=progress.step, skipped=progress.skipped)
 
-    def _logged(self, loop: LoopConfig) -> tuple[int, int]:
-        """Return the last step and the last evaluation that are recorded."""
+    def _known(self, loop: LoopConfig) -> tuple[int, int, int | None]:
+        """Return the last step and the last evaluation that are recorded, and the last step whose save is done.
+
+        The last is None if this process has done no step: who has died knew which saves are done.
+        """
         step, is_evaluation = last_row(self._run.metrics)
         logged = step if not is_evaluation or loop.logs(step) else step - 1
         evaluated = step if is_evaluation or (step and not loop.logs(step)) else step - 1
-        return logged, evaluated
+        progress = self._carried.progress
+        return logged, evaluated, progress and (progress.step if progress.saved else progress.step - 1)
 
 
 def _nothing(progress: TrainingProgress) -> None: ...

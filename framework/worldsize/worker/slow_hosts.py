@@ -17,8 +17,8 @@ from worldsize.world.world import places
 class SlowHostWatch:
     """A listener that judges the times of all ranks, and emits :class:`Straggling` events.
 
-    Every rank of ``world`` must create one at the same point, since they exchange host names. ``peers`` are groups of
-    ranks with equal work. ``exclude`` is called with the host of each slow rank or link; None: the run keeps it.
+    Every rank of ``world`` must create one, since the first one asks for the places of the others. ``peers`` are groups
+    of ranks with equal work. ``exclude`` is called with the host of each slow rank or link; None: the run keeps it.
     ``health`` says what is wrong with a host, given its name and the global rank of a process that runs on it.
     """
 
@@ -33,7 +33,7 @@ class SlowHostWatch:
     ) -> None:
         self._health, self._first = health, world.global_rank - world.rank
         self._world, self._peers, self._emit, self._exclude = world, peers, emit, exclude
-        self._places = places(world)
+        self._place_of = places(world)
         self._stragglers = Stragglers(peers)
         self._links = slow_link_search(world)
 
@@ -54,7 +54,7 @@ class SlowHostWatch:
 
     def _report(self, step: int, stragglers: Iterable[Straggler]) -> None:
         for slow in stragglers:
-            host, device = self._places[slow.rank]
+            host, device = self._place_of(slow.rank)
             health = self._health(host, self._first + slow.rank)
             self._emit(Straggling(step, host=host, device=device, **vars(slow), health=health))
             if self._exclude is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -260,12 +261,21 @@ def _own_group(members: range, everyone: range, timeout: timedelta) -> ProcessGr
     return cast("ProcessGroup", dist.new_group(list(members), timeout, use_local_synchronization=True))
 
 
-def places(world: World) -> list[tuple[str, str]]:
-    """Gather the host (by its scheduler's name) and the device of each rank of this role; all of them must call it."""
-    mine = (host_name(os.environ), str(world.device))
-    group = world.groups.get(f"checkpoint/{world.role}")  # a gloo group, since objects are sent
-    if group is None:
-        return [mine]
-    gathered = [mine] * world.size
-    dist.all_gather_object(gathered, mine, group=group)
-    return gathered
+def places(world: World) -> Callable[[int], tuple[str, str]]:
+    """Let the other ranks of this role know the place of this one; all of them must call it.
+
+    Returns:
+        A function that returns the host (by its scheduler's name) and the device of a rank. Nothing is exchanged until
+        it is called.
+    """
+    mine = host_name(os.environ), str(world.device)
+    if not dist.is_initialized():
+        return lambda rank: mine
+    store, key = dist.distributed_c10d._get_default_store(), f"place/{world.role}"
+    store.set(f"{key}/{world.rank}", json.dumps(mine))
+
+    def place(rank: int) -> tuple[str, str]:
+        host, device = json.loads(store.get(f"{key}/{rank}"))
+        return host, device
+
+    return place
