@@ -147,9 +147,9 @@ class Layout:
         """Return those that keep a part that several ranks hold."""
         if self.bytes(piece) <= _SMALL:
             return ranks
-        first, *others = (ranks[(turn + step) % len(ranks)] for step in range(len(ranks)))
-        elsewhere = (rank for rank in others if self._hosts[rank] != self._hosts[first])
-        return first, next(elsewhere, others[0])
+        first, following = (ranks[(turn + step) % len(ranks)] for step in (0, 1))
+        others = (ranks[(turn + step) % len(ranks)] for step in range(1, len(ranks)))
+        return first, next((rank for rank in others if self._hosts[rank] != self._hosts[first]), following)
 
     def _best_distance(self) -> int:
         """Return the distance to the peers at which the fewest have theirs on their own host; 0: there is none.
