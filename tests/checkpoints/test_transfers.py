@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from worldsize.checkpoints.pieces import Held, Layout
-from worldsize.checkpoints.placements import Piece, Placement, inventory_of, placements_of
+from worldsize.checkpoints.placements import Piece, TensorPlacement, inventory_of, placements_of
 from worldsize.checkpoints.recovery import _newest_complete, _Offer
 from worldsize.checkpoints.shards import slices_in
 from worldsize.checkpoints.transfers import Transfer, handed_to, transfers_of
@@ -58,7 +58,7 @@ def pieces(sharding: Sharding, rank: int, ranks: int, names: Sequence[str] = NAM
     return [piece for piece in parts if piece.elements]
 
 
-def placed(by_rank: Sequence[Sequence[Piece]], names: Sequence[str] = NAMES) -> list[Placement]:
+def placed(by_rank: Sequence[Sequence[Piece]], names: Sequence[str] = NAMES) -> list[TensorPlacement]:
     return placements_of([inventory_of(each, dict.fromkeys(names, torch.float32)) for each in by_rank])
 
 

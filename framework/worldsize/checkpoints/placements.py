@@ -59,7 +59,7 @@ class Inventory:
 
 @final
 @dataclass
-class Placement:
+class TensorPlacement:
     """Tensors, by their places among the sorted names of the state, of which the same ranks have the same parts."""
 
     tensors: list[int] = field(default_factory=list)
@@ -83,7 +83,7 @@ def inventory_of(pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype]) -> 
     return Inventory([(box, zlib.compress(table)) for (box, _), table in tables.items()], state)
 
 
-def placements_of(inventories: Sequence[Inventory | None]) -> list[Placement]:
+def placements_of(inventories: Sequence[Inventory | None]) -> list[TensorPlacement]:
     """Return which ranks have what, given what each of them tells (None: it has nothing); all ranks get the same.
 
     Raises:
@@ -110,17 +110,17 @@ def check_same(inventories: Collection[Inventory]) -> None:
         raise CheckpointError("the ranks' tensors differ in names or dtypes; give all ranks the same")
 
 
-def _placements_within(tables: Iterable[bytes]) -> dict[bytes, list[Placement]]:
+def _placements_within(tables: Iterable[bytes]) -> dict[bytes, list[TensorPlacement]]:
     """Divide the tensors of each table, so that those of one placement are in the same tables."""
     tables_of: dict[int, list[bytes]] = {}
     for table in tables:
         flags = zlib.decompress(table)
         for place in compress(range(len(flags)), flags):
             tables_of.setdefault(place, []).append(table)
-    alike: dict[tuple[bytes, ...], Placement] = {}
+    alike: dict[tuple[bytes, ...], TensorPlacement] = {}
     for place in sorted(tables_of):
-        alike.setdefault(tuple(tables_of[place]), Placement()).tensors.append(place)
-    within: dict[bytes, list[Placement]] = {}
+        alike.setdefault(tuple(tables_of[place]), TensorPlacement()).tensors.append(place)
+    within: dict[bytes, list[TensorPlacement]] = {}
     for key, placement in alike.items():
         for table in key:
             within.setdefault(table, []).append(placement)

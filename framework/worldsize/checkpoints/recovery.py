@@ -17,7 +17,7 @@ from worldsize.checkpoints.pieces import Held, Layout, all_of, cut, dtypes_of, p
 from worldsize.checkpoints.placements import (
     Inventory,
     Piece,
-    Placement,
+    TensorPlacement,
     check_same,
     elements_in,
     inventory_of,
@@ -172,7 +172,7 @@ def _offers_of(own: Sequence[Generation]) -> list[_Offer]:
     return [_Offer(each.step, each.number, each.elements, inventory_of(each.parts, each.dtypes)) for each in own]
 
 
-def _from_first(value: Any, keepers: Sequence[Placement], group: ProcessGroup | None) -> Any:
+def _from_first(value: Any, keepers: Sequence[TensorPlacement], group: ProcessGroup | None) -> Any:
     """Return the plain value of the first rank that keeps a part."""
     values = [value]
     if group is not None:
@@ -181,7 +181,7 @@ def _from_first(value: Any, keepers: Sequence[Placement], group: ProcessGroup | 
     return values[0]
 
 
-def _newest_complete(offers: Sequence[Sequence[_Offer]]) -> tuple[_Key, list[Placement]]:
+def _newest_complete(offers: Sequence[Sequence[_Offer]]) -> tuple[_Key, list[TensorPlacement]]:
     """Return the newest generation of which no part is lost, and who keeps its parts."""
     elements = {(offer.step, offer.number): offer.elements for theirs in offers for offer in theirs}
     lost: dict[_Key, int] = {}

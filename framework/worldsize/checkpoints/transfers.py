@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, product
 from typing import final
 
-from worldsize.checkpoints.placements import Piece, Placement
+from worldsize.checkpoints.placements import Piece, TensorPlacement
 from worldsize.checkpoints.shards import overlap
 from worldsize.checkpoints.validation import Box
 
@@ -30,7 +30,7 @@ class Transfer:
 
 
 def transfers_of(
-    rank: int, kept: Sequence[Placement], needed: Sequence[Placement], names: Sequence[str]
+    rank: int, kept: Sequence[TensorPlacement], needed: Sequence[TensorPlacement], names: Sequence[str]
 ) -> list[Transfer]:
     """Return what a rank sends and takes, in an order on which both ranks of each transfer agree.
 
@@ -53,7 +53,7 @@ def transfers_of(
     return _ordered(transfers)
 
 
-def handed_to(ranks: int, rank: int, kept: Sequence[Placement], names: Sequence[str]) -> list[Transfer]:
+def handed_to(ranks: int, rank: int, kept: Sequence[TensorPlacement], names: Sequence[str]) -> list[Transfer]:
     """Return what ``rank`` sends or takes of what none of the first ``ranks`` keeps, if it is divided among these."""
     transfers = []
     for placement in kept:
@@ -70,7 +70,9 @@ def handed_to(ranks: int, rank: int, kept: Sequence[Placement], names: Sequence[
     return _ordered(transfers)
 
 
-def _both(kept: Sequence[Placement], needed: Sequence[Placement]) -> Iterator[tuple[Placement, int, list[int]]]:
+def _both(
+    kept: Sequence[TensorPlacement], needed: Sequence[TensorPlacement]
+) -> Iterator[tuple[TensorPlacement, int, list[int]]]:
     """Yield the tensors that have both one of the placements ``kept`` and one of those ``needed``, and its place."""
     place_of = {tensor: place for place, holders in enumerate(needed) for tensor in holders.tensors}
     for keepers in kept:
