@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from worldsize.strategies.deferred.known import KnownModels
-from worldsize.worker.warm_up import warm_up
+from worldsize.worker.warm_up import joins_later, warm_up
 from worldsize.world.environments import Placement
 
 
@@ -41,4 +41,4 @@ def test_nothing_of_a_warm_up_stays(shards: bool) -> None:
 )
 def test_who_joins_later(rank: int, starts: int, later: bool) -> None:
     """Four processes begin: others are spares or were added, and one that is started again replaces itself."""
-    assert Placement(rank, 4, rank, 4, "file:///gang", starts=starts).joins_later is later
+    assert joins_later(Placement(rank, 4, rank, 4, "file:///gang", starts=starts)) is later

@@ -28,7 +28,7 @@ from worldsize.worker.left_groups import LEFT_GROUPS
 from worldsize.worker.listeners import global_listeners
 from worldsize.worker.shard_recovery import ShardRecovery
 from worldsize.worker.training import Training
-from worldsize.worker.warm_up import warm_up
+from worldsize.worker.warm_up import joins_later, warm_up
 from worldsize.world.connections import Connections
 from worldsize.world.environments import Placement
 from worldsize.world.meetings import Meetings
@@ -86,7 +86,7 @@ class HealingMember:
         channel, heartbeat = self._channel, self._placement.heartbeat
         carried = Carried(self._settings, heartbeat, channel.begin_step, channel.finish)
         carried.build(world)
-        if self._placement.joins_later:
+        if joins_later(self._placement):
             warm_up(self._settings, self._models)
         if self._settings.strategy.shards_state:
             self._shards = ShardRecovery(

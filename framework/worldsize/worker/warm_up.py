@@ -12,6 +12,12 @@ from worldsize.config.settings import Settings
 from worldsize.reproducibility.seeds import drawn_apart
 from worldsize.strategies.deferred.known import KnownModels
 from worldsize.strategies.deferred.model import DeferredModel, known_models
+from worldsize.world.environments import Placement
+
+
+def joins_later(placement: Placement) -> bool:
+    """Return whether a gang begins without this process, which replaces another, was added, or is a spare."""
+    return placement.starts > 0 or placement.rank >= placement.world_size
 
 
 def warm_up(settings: Settings, known: KnownModels) -> None:

@@ -28,7 +28,7 @@ class KnownModels:
     """Makes models again, on the meta device, that were described before."""
 
     def __init__(self) -> None:
-        self._outlines: dict[Callable[[], nn.Module], _Outline] = {}
+        self._models: dict[Callable[[], nn.Module], _KnownModel] = {}
 
     def keep(self, make: Callable[[], nn.Module], model: nn.Module, deferred: Collection[Slot]) -> None:
         """Remember the model that ``make`` has returned, before it is sharded, if it can be made again.
@@ -43,25 +43,25 @@ class KnownModels:
         if all(id(slot.tensor) in saved for slot in deferred) and all(_is_small(slot.tensor) for slot in own):
             paths = _paths(model)
             values = {_place(slot, paths): slot.tensor.detach().clone() for slot in own}
-            self._outlines[make] = _Outline(_form(model), values, {_place(slot, paths) for slot in deferred})
+            self._models[make] = _KnownModel(_form(model), values, {_place(slot, paths) for slot in deferred})
 
     def again(self, make: Callable[[], nn.Module]) -> nn.Module | None:
         """Return the model of ``make``, whose tensors of its state are on the meta device, if it is known.
 
         None: it is not known, or not the same again.
         """
-        outline = self._outlines.pop(make, None)
-        if outline is None:
+        known = self._models.pop(make, None)
+        if known is None:
             return None
         begin, dtype, needs_gradients = InitialStates.now(), torch.get_default_dtype(), torch.is_grad_enabled()
         try:
             with torch.device("meta"):
                 model = make()
-            is_same = outline.fits(model)
+            is_same = known.fits(model)
         except Exception:  # any: the constructor is anyone's code, and may need values
             is_same = False
         if is_same:
-            self._outlines[make] = outline
+            self._models[make] = known
             return model
         begin.restore()
         torch.set_default_dtype(dtype)  # the constructor may not have come to where it sets it back
@@ -71,8 +71,8 @@ class KnownModels:
 
 @final
 @dataclass(frozen=True)
-class _Outline:
-    """What the models of a constructor have in common.
+class _KnownModel:
+    """Holds what the models of a constructor have in common.
 
     Attributes:
         form: The form of each module, by its path.
