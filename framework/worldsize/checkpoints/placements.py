@@ -1,7 +1,8 @@
 """Says which ranks have which parts of a state, in a size that does not grow with its tensors times the ranks.
 
-Most tensors are placed alike: the ranks have parts of the same bounds of them. A rank tells for each box which tensors
-it has that part of, as a packed table of one byte a tensor, and ranks that say the same of a table send the same bytes.
+Most tensors are placed alike: each rank has the same part (box) of all of them. So a rank tells, for each box, of which
+tensors it has that part: a table of one byte a tensor, compressed. Tensors that are in the same tables of all ranks are
+one placement, and who has which box is listed once for each placement.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def inventory_of(pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype]) -> 
     places = {name: place for place, name in enumerate(names)}
     tables: dict[tuple[Box, str], bytearray] = {}
     for piece in pieces:
-        # weights may be placed otherwise than what the optimizer keeps of them, which has the same bounds
+        # one for each kind, so that few tables differ: zero's weights are whole everywhere, their moments in one place
         kind, _, _ = piece.name.partition("/")
         tables.setdefault((piece.box, kind), bytearray(len(names)))[places[piece.name]] = 1
     state = zlib.crc32("\n".join(f"{name} {dtypes[name]}" for name in names).encode())
@@ -111,7 +112,7 @@ def check_same(inventories: Collection[Inventory]) -> None:
 
 
 def _placements_within(tables: Iterable[bytes]) -> dict[bytes, list[TensorPlacement]]:
-    """Divide the tensors of each table, so that those of one placement are in the same tables."""
+    """Return the placements in each table; the tensors of one placement are in the same tables."""
     tables_of: dict[int, list[bytes]] = {}
     for table in tables:
         flags = zlib.decompress(table)

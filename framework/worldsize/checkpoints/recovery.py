@@ -86,6 +86,9 @@ class Recovery:
     Attributes:
         layout: Who holds what now.
         facts: Those of the first rank.
+
+    Raises:
+        CheckpointError: the tensors of two states differ in names or dtypes.
     """
 
     def __init__(
