@@ -461,6 +461,89 @@ def test_a_model_that_is_known_has_all_its_values_once_its_state_is_loaded(make:
     assert getattr(model, "scale", None) == getattr(whole, "scale", None)
 
 
+def with_a_list(kept: list[Tensor]) -> nn.Module:
+    kept += [torch.tensor(2.0), nn.Parameter(torch.zeros(3))]
+    return nn.Linear(20, 30)
+
+
+def with_a_list_of_its_own_parts(kept: list[Tensor]) -> nn.Module:
+    model, base = nn.Linear(20, 30), torch.arange(6.0)
+    model.register_buffer("table", base.view(2, 3))
+    model.register_buffer("passing", torch.ones(3), persistent=False)
+    kept += [base, model.get_buffer("table")[:1], model.get_buffer("passing")]
+    return model
+
+
+def with_a_part_of_a_buffer(kept: list[Tensor]) -> nn.Module:
+    model = nn.Linear(20, 30)
+    model.register_buffer("table", torch.arange(10.0))
+    model.first = model.get_buffer("table")[:2]
+    return model
+
+
+def with_a_buffer_of_two_modules(kept: list[Tensor]) -> nn.Module:
+    model, count = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20)), torch.zeros(2)
+    for module in model:
+        module.register_buffer("count", count, persistent=False)
+    return model
+
+
+def with_edges(kept: list[Tensor]) -> nn.Module:
+    model, indices = nn.Linear(20, 30), torch.tensor([[0, 1], [1, 0]])
+    edges = torch.sparse_coo_tensor(indices, torch.ones(2), (9, 9), check_invariants=False)
+    model.register_buffer("edges", edges)
+    return model
+
+
+KEEPING = (
+    with_a_list,
+    with_a_list_of_its_own_parts,
+    with_a_part_of_a_buffer,
+    with_a_buffer_of_two_modules,
+    with_edges,
+)
+
+
+@pytest.mark.parametrize("make", KEEPING, ids=lambda make: make.__name__)
+def test_tensors_that_others_have_and_those_that_share_memory_are_so_in_a_known_model(
+    make: Callable[[list[Tensor]], nn.Module],
+) -> None:
+    known, kept, expected = KnownModels(), list[Tensor](), list[Tensor]()
+    whole = make(expected)
+
+    def again() -> nn.Module:
+        kept.clear()
+        return make(kept)
+
+    for _ in range(2):
+        with state_follows(), known_models(known):
+            model = deferred(again)
+    model.load_state_dict(whole.state_dict())
+    pairs = [*compared(whole, model), *zip(enumerate(expected), enumerate(kept), strict=True)]
+    dense = [(one, other) for (_, one), (_, other) in pairs if one.layout is torch.strided]
+    assert all(torch.equal(one, other) for one, other in dense)
+    places = [[tensor.untyped_storage().data_ptr() for tensor in side] for side in zip(*dense, strict=True)]
+    assert [places[0].index(place) for place in places[0]] == [places[1].index(place) for place in places[1]]
+
+
+def test_a_hook_of_a_parameter_is_one_of_a_known_model_too() -> None:
+    known, gradients = KnownModels(), list[Tensor]()
+
+    def hooked() -> nn.Module:
+        model = nn.Linear(20, 30)
+        nn.init.zeros_(model.weight)
+        model.scale = nn.Parameter(torch.zeros(3))
+        model.scale.register_hook(gradients.append)
+        return model
+
+    for _ in range(2):
+        with state_follows(), known_models(known):
+            model = deferred(hooked)
+    gradients.clear()
+    cast("nn.Parameter", model.scale).sum().backward()
+    assert len(gradients) == 1
+
+
 class Growing:
     """Makes a model that is another one each time, at most in what ``attribute`` says."""
 
