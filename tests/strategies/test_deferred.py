@@ -533,14 +533,14 @@ def test_a_hook_of_a_parameter_is_one_of_a_known_model_too() -> None:
         model = nn.Linear(20, 30)
         nn.init.zeros_(model.weight)
         model.scale = nn.Parameter(torch.zeros(3))
-        model.scale.register_hook(gradients.append)
+        model.scale.register_hook(gradients.append)  # type: ignore[no-untyped-call]
         return model
 
     for _ in range(2):
         with state_follows(), known_models(known):
             model = deferred(hooked)
     gradients.clear()
-    cast("nn.Parameter", model.scale).sum().backward()
+    cast("nn.Parameter", model.scale).sum().backward()  # type: ignore[no-untyped-call]
     assert len(gradients) == 1
 
 

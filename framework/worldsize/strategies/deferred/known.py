@@ -75,11 +75,11 @@ class KnownModels:
 
 
 @final
-class _MadeOnMeta(DeviceContext):  # type: ignore[no-untyped-call]
+class _MadeOnMeta(DeviceContext):
     """Makes tensors on the meta device within its context, and knows their memory."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("meta"))  # type: ignore[no-untyped-call]
+        super().__init__(torch.device("meta"))
         self._storages: dict[int, torch.UntypedStorage] = {}  # by address
 
     def __torch_function__(
