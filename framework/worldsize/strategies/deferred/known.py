@@ -30,7 +30,7 @@ class KnownModels:
     """Makes models again, on the meta device, that were described before."""
 
     def __init__(self) -> None:
-        self._models: dict[Callable[[], nn.Module], _KnownModel] = {}
+        self._models: dict[Callable[[], nn.Module], _KnownModel | None] = {}  # None: it was not the same again
 
     def keep(self, make: Callable[[], nn.Module], model: nn.Module, deferred: Collection[Slot]) -> None:
         """Remember the model that ``make`` has returned, before it is sharded, if it can be made again.
@@ -40,6 +40,8 @@ class KnownModels:
             model: The model as it was described, with its tensors on the meta device or made already.
             deferred: The places of those that are yet to be made.
         """
+        if make in self._models:
+            return
         saved = saved_tensors(model)
         own = [slot for slot in slots_of(model) if slot not in deferred and id(slot.tensor) not in saved]
         followed = any(_has_hook(slot.tensor) for slot in slots_of(model))
@@ -52,9 +54,10 @@ class KnownModels:
     def again(self, make: Callable[[], nn.Module]) -> nn.Module | None:
         """Return the model of ``make``, whose tensors of its state are on the meta device, if it is known.
 
-        None: it is not known, or not the same again.
+        None: it is not known, or not the same again, which is not tried twice: on the meta device, some constructors do
+        something else.
         """
-        known = self._models.pop(make, None)
+        known = self._models.get(make)
         if known is None:
             return None
         begin, dtype, needs_gradients = InitialStates.now(), torch.get_default_dtype(), torch.is_grad_enabled()
@@ -66,8 +69,8 @@ class KnownModels:
         except Exception:  # any: the constructor is anyone's code, and may need values
             is_same = False
         if is_same:
-            self._models[make] = known
             return model
+        self._models[make] = None
         begin.restore()
         torch.set_default_dtype(dtype)  # the constructor may not have come to where it sets it back
         torch.set_grad_enabled(needs_gradients)
