@@ -5,14 +5,11 @@ What a process does for the first time takes it several times as long as afterwa
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from worldsize.config.settings import Settings
-from worldsize.reproducibility.seeds import generators_kept, seed_generators, stream
-from worldsize.strategies.deferred.known import KnownModels
-from worldsize.strategies.deferred.model import DeferredModel, known_models
+from worldsize.strategies.deferred.model import describe
 from worldsize.world.environments import Placement
 
 
@@ -21,14 +18,9 @@ def joins_later(placement: Placement) -> bool:
     return placement.starts > 0 or placement.rank >= placement.world_size
 
 
-def warm_up(settings: Settings, known: KnownModels) -> None:
-    """Make a process group of this process alone, and describe the model if the strategy shards it; keep neither.
-
-    What is then ``known`` of the model need not be found out again: it is drawn from the seed that all members use.
-    """
+def warm_up(settings: Settings) -> None:
+    """Make a process group of this process alone, and describe the model if the strategy shards it; keep neither."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
     if settings.strategy.shards_state:
-        with generators_kept(), known_models(known):
-            seed_generators(stream(settings.training.seed, "init"), torch.device("cpu"))
-            DeferredModel.build(settings.recipe.model, warns=False)
+        describe(settings.recipe.model)
