@@ -6,7 +6,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -19,6 +19,7 @@ from worldsize.errors import FirstHostLostError
 from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
 from worldsize.launch.gang import Gang
 from worldsize.launch.handshake import Message
+from worldsize.launch.lost_link import LossPolicy
 from worldsize.launch.mailbox import Mailbox
 from worldsize.launch.meeting import Door
 from worldsize.launch.node import NodeLauncher, Rendezvous, health_processes, start_process
@@ -40,13 +41,14 @@ class Lead(NodeLauncher, Launcher):
     node: Node = field(default_factory=Node)
     others: list[RemoteAgent] = field(default_factory=list)
     door: Door | None = None  # where hosts of a gang that heals come back
-    keeps_hosts: Callable[[], bool] = lambda: True  # whether it may go on without a lost host
+    losses: LossPolicy = field(default_factory=LossPolicy)  # whether it may go on without a lost host
 
     @staticmethod
     def of(launcher: NodeLauncher, node: Node, others: list[RemoteAgent], door: Door | None = None) -> Lead:
         """Build the launcher of the first host, with the grace periods of ``launcher``."""
         own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
-        return Lead(**own, node=node, others=others, door=door, keeps_hosts=launcher.is_current)
+        losses = LossPolicy(launcher.is_current, launcher.requeues, launcher.node_timeout)
+        return Lead(**own, node=node, others=others, door=door, losses=losses)
 
     @property
     def other_hosts(self) -> Sequence[str]:
@@ -60,8 +62,8 @@ class Lead(NodeLauncher, Launcher):
         port: int = listener.getsockname()[1]
         rendezvous, remote = _rendezvous(plan, address, port, address), None
         if heals(plan.roles):
-            folder, patience, may_go_on = rendezvous.folder, self.node_timeout, self.keeps_hosts
-            remote = RemoteHosts(self.others, plan, port, folder, patience, self.door, may_go_on)
+            folder, patience = rendezvous.folder, self.node_timeout
+            remote = RemoteHosts(self.others, plan, port, folder, patience, self.door, self.losses)
         for other in () if remote else self.others:
             other.outcome = None
             with suppress(OSError):  # noticed when its messages are received

@@ -43,6 +43,7 @@ class NodeLauncher(LaunchMethod):
     """Starts the processes of one host by forking; the base of launchers that do so on each host."""
 
     heals: ClassVar[bool] = True
+    requeues: ClassVar[bool] = False  # whether a host that has lost the first one has the run queued again
     max_restarts: Annotated[int, Range(least=0)] = 0  # times that a gang that failed starts again from its checkpoint
     grace: Annotated[float, GRACE] = 1.0  # seconds that a failed gang has to write its errors before it is killed
     interrupt_grace: Annotated[float, GRACE] = 1.0  # seconds that a run has to save after Ctrl-C

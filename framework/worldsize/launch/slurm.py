@@ -42,6 +42,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
 
     heals_over_hosts: ClassVar[bool] = True
     orders_hosts: ClassVar[bool] = True
+    requeues: ClassVar[bool] = True
 
     time: str | None = cluster_option(None)  # limit, e.g. 02:00:00; the run saves before it and is queued again
     partition: str | None = cluster_option(None)
