@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -103,17 +104,24 @@ def test_a_node_that_alone_loses_its_link_to_the_first_has_no_healthy_job_queued
         run = train(*DIGITS, *HEAL, *own, "steps=320", "checkpoint.every=0", **cluster.environment)
         assert run.code == 0, run.error
         begun(run.folder, after=20)
-        four.separate(1, 2, state="on")
+        separate(four, 1, 2, state="on")
         try:
             wait_until(lambda: (run.folder / "events.jsonl").exists(), seconds=60)  # the others go on
         finally:
-            four.separate(1, 2, state="off")
+            separate(four, 1, 2, state="off")
         cluster.wait_for(job_of(run.folder), "COMPLETED")
         assert cluster.facts(job_of(run.folder))["Restarts"] == "0"
     assert reasons(run.folder) == ["completed"], logs(run.folder)
     memberships = [each["members"] for each in manifest(run.folder)["attempts"][0]["memberships"]]
     assert memberships == [[0, 1, 2], [0, 2], [0, 2, 1]]
     assert state_digest(run.folder) == undisturbed("steps=320", "logical_ranks=12")
+
+
+def separate(hosts: Hosts, *apart: int, state: str) -> None:
+    """Let hosts hear each other no more ("on"), but still all others, or again ("off")."""
+    for host in apart:
+        port = ("link", "set", f"p{host}", "type", "bridge_slave", "isolated", state)
+        subprocess.run(["ip", "-n", hosts.switch(host), *port], check=True, timeout=20)
 
 
 def wait_until(happened: Callable[[], bool], seconds: float = 20) -> None:

@@ -80,11 +80,13 @@ def _follow(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDire
     join = partial(reach, place, _port(settings, run), read_key(run.path), facts=facts, **waits)
     connection: AgentConnection | None = join()
     while connection:
+        follower = Follower(launcher, plan, place, connection)
         try:
-            return Follower(launcher, plan, place, connection).follow()
+            return follower.follow()
         except FirstHostLostError as error:
             connection.close()  # a first host that only slept must notice it
-            if not (settings.heals and launcher.requeues and is_left_behind(connection, run, silence)):
+            may_wait = settings.heals and launcher.requeues and not follower.is_asked  # else it is killed soon
+            if not (may_wait and is_left_behind(connection, run, silence)):
                 raise
             _logger.error("%s It goes on without this one, which joins again once it reaches it.", error)
         connection = come_back(run, partial(join, patience=0.0), silence)

@@ -189,6 +189,7 @@ class Follower:
         self._attempt = 0
         self._aborted = -1  # the last aborted attempt, which may not have begun here
         self._is_lost = False  # the first host is lost, and with it every attempt that it has announced
+        self.is_asked = False  # by a signal, to save and end
 
     def follow(self) -> int:
         """Take part in every attempt until the first host reports the end of the run; return the exit code.
@@ -237,6 +238,7 @@ class Follower:
                 for helper in health_processes(plan, self._node):
                     stack.enter_context(helper)
                 is_heard = outpost.run()
+            self.is_asked = outpost.is_asked
         finally:
             shutil.rmtree(rendezvous.folder, ignore_errors=True)
         if not is_heard:  # nor told of an end: a first host that only slept must notice that this one has lost it

@@ -43,13 +43,17 @@ class NodeLauncher(LaunchMethod):
     """Starts the processes of one host by forking; the base of launchers that do so on each host."""
 
     heals: ClassVar[bool] = True
-    requeues: ClassVar[bool] = False  # whether a host that has lost the first one has the run queued again
     max_restarts: Annotated[int, Range(least=0)] = 0  # times that a gang that failed starts again from its checkpoint
     grace: Annotated[float, GRACE] = 1.0  # seconds that a failed gang has to write its errors before it is killed
     interrupt_grace: Annotated[float, GRACE] = 1.0  # seconds that a run has to save after Ctrl-C
     save_grace: Annotated[float, GRACE] = 30.0  # and after SIGTERM or SIGUSR1
     node_timeout: Annotated[float, SECONDS] = 10.0  # seconds without a heartbeat after which a host is lost
     terminal_logs: bool = True  # show each process's output with its "[worker 3]" prefix
+
+    @property
+    def requeues(self) -> bool:
+        """Whether a host that has lost the first one has the run queued again; all share its folder then."""
+        return False
 
     def is_current(self) -> bool:
         """Return whether no other start of the run may go on with it; asked on the first host when another is lost."""

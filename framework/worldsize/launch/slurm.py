@@ -42,7 +42,6 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
 
     heals_over_hosts: ClassVar[bool] = True
     orders_hosts: ClassVar[bool] = True
-    requeues: ClassVar[bool] = True
 
     time: str | None = cluster_option(None)  # limit, e.g. 02:00:00; the run saves before it and is queued again
     partition: str | None = cluster_option(None)
@@ -107,6 +106,11 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
                 return None
             raise
         return None if state in _OVER else state
+
+    @property
+    def requeues(self) -> bool:
+        job = job_of(os.environ)
+        return job is not None and job.get("requeues", self.max_requeues) < self.max_requeues
 
     def is_current(self) -> bool:
         """Ask Slurm for ``node_timeout`` seconds whether this start of the job still runs.

@@ -94,11 +94,6 @@ class Hosts:
         """Pull the cable ("down") or plug it in ("up")."""
         _do("ip", "-n", self.switch(host), "link", "set", f"p{host}", state)
 
-    def separate(self, *hosts: int, state: str) -> None:
-        """Let hosts of one rack hear each other no more ("on"), but still all others, or again ("off")."""
-        for host in hosts:
-            _do("ip", "-n", self.switch(host), "link", "set", f"p{host}", "type", "bridge_slave", "isolated", state)
-
     def shape(self, rate: str, host: int | None = None) -> None:
         """Bound a host's link, or every one, in both directions; ``rate`` as for tc, e.g. "200mbit"."""
         for each in [host] if host else range(1, self.count + 1):
