@@ -230,8 +230,18 @@ def test_a_host_that_is_left_behind_takes_over_if_the_first_dies_after_all(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason(monkeypatch, "running")
+    looks = iter([True, True])
+    monkeypatch.setattr(lost_link, "is_locked", lambda _: next(looks, False))
     with pytest.raises(FirstHostLostError):
         come_back(run, unreachable, PATIENCE)
+
+
+def test_a_lock_that_is_seen_on_the_first_host_alone_does_not_tell_that_it_died(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason(monkeypatch, "running")
+    (_, other), tries = connected(1), iter(range(5))
+    assert come_back(run, lambda: other if next(tries) == 4 else unreachable(), PATIENCE) is other
 
 
 def test_a_host_that_is_left_behind_waits_while_the_first_holds_the_run(

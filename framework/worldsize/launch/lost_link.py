@@ -94,16 +94,16 @@ def come_back(run: RunDirectory, join: Callable[[], AgentConnection], patience: 
     ``join`` raises WorldsizeError if it cannot be reached.
 
     Raises:
-        FirstHostLostError: it has died: for ``patience`` seconds it has not held the lock of the run.
+        FirstHostLostError: it has died: for ``patience`` seconds it has not held the lock of the run, as it did before.
     """
-    deadline = time.monotonic() + patience
+    deadline = float("inf")  # some file systems show a lock to its own host alone
     while True:
-        with suppress(WorldsizeError):
-            return join()
         if is_locked(run.path):
             deadline = time.monotonic() + patience
         elif view(run.path).exit_reason not in ("running", "killed"):
             return None
         elif time.monotonic() > deadline:
             raise FirstHostLostError("the first node had gone on without this one, and is gone since.")
+        with suppress(WorldsizeError):
+            return join()
         time.sleep(min(_POLL, patience))
