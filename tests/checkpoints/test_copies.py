@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from worldsize.checkpoints import recovery
 from worldsize.checkpoints.copies import Generation, ShardCopies
-from worldsize.checkpoints.pieces import Held, Layout
+from worldsize.checkpoints.pieces import Held, Layout, Place
 from worldsize.checkpoints.placements import Piece, inventory_of
 from worldsize.checkpoints.recovery import Recovery, handed_over
 from worldsize.core import StateDict, World
@@ -38,7 +38,7 @@ def state(ranks: Sequence[int], step: int, filled: bool = True) -> StateDict:
 
 
 def kept(world: World, steps: int) -> list[Generation]:
-    copies = ShardCopies(1, dist.group.WORLD, host="one", device=world.device)
+    copies = ShardCopies(1, dist.group.WORLD, Place("one"), device=world.device)
     for step in range(steps + 1):
         copies.take(state(range(world.size), step), step=step, skipped=step // 2)
     copies.close()
@@ -50,7 +50,7 @@ def restored(world: World, dead: Sequence[int]) -> list[tuple[int, int, bool]]:
     left = kept(world, 3)
     own = [] if world.rank in dead else left
     template = state(range(world.size), 3, filled=False)
-    newest = Recovery(template, own, dist.group.WORLD, host="one").run()
+    newest = Recovery(template, own, dist.group.WORLD, Place("one")).run()
     assert newest is not None
     expected = state(range(world.size), newest.step)
     tables = [each["model"]["table"] for each in (newest.state, expected)]
@@ -99,7 +99,7 @@ def test_a_process_that_dies_with_its_peer_takes_a_part_along() -> None:
         if world.rank in (1, 2):
             kept(world, 3)
         with pytest.raises(CheckpointError) as error:
-            Recovery(state(range(world.size), 3, filled=False), own, dist.group.WORLD, host="one").run()
+            Recovery(state(range(world.size), 3, filled=False), own, dist.group.WORLD, Place("one")).run()
         return str(error.value)
 
     for said in run_in_worlds(lost, 4):
@@ -116,7 +116,7 @@ def test_copies_that_did_not_arrive_leave_the_generation_before() -> None:
         if world.rank == 1:  # and the copy of it was on the way
             received = {piece: part for piece, part in newer[0].parts.items() if piece.name != "model/table"}
             own = [replace(newer[0], parts=received), older[0]]
-        newest = Recovery(state(range(world.size), 3, filled=False), own, dist.group.WORLD, host="one").run()
+        newest = Recovery(state(range(world.size), 3, filled=False), own, dist.group.WORLD, Place("one")).run()
         assert newest is not None
         return newest.step, newest.state["model"]["common"].item() == 2
 
@@ -149,7 +149,7 @@ def divided_among_two(survivors: Sequence[int], size: int = 3) -> Tensor:
         table = DTensor.from_local(mine, half, [Shard(0)], shape=TABLE.shape, stride=TABLE.stride())
         single = torch.zeros(5, dtype=torch.int16)
         template = {"model": {"table": table, "common": torch.tensor(0.0)}, "optimizer": {"single": single, "lr": 0.0}}
-        newest = Recovery(template, left, group, host="one").run()
+        newest = Recovery(template, left, group, Place("one")).run()
         assert newest is not None
         assert torch.equal(newest.state["optimizer"]["single"], torch.full((5,), 3, dtype=torch.int16))
         return mine.clone()
@@ -164,7 +164,7 @@ def test_a_part_that_several_ranks_hold_is_kept_by_two_of_them_and_sent_by_none(
     def taken(world: World) -> tuple[int, int]:
         mesh = init_device_mesh("cpu", (2, 2))
         table = distribute_tensor(TABLE, mesh, [Replicate(), Shard(0)])
-        copies = ShardCopies(1, dist.group.WORLD, host="one", device=world.device)
+        copies = ShardCopies(1, dist.group.WORLD, Place("one"), device=world.device)
         copies.take({"model": {"table": table}}, step=1, skipped=0)
         before = sum(part.numel() for part in copies.left()[0].parts.values())
         copies.close()
@@ -193,4 +193,4 @@ def layout_of(pieces: Sequence[Piece], hosts: str, parts: Sequence[int | None] =
     """Return that of ranks each of which holds one part of the same tensor."""
     dtypes = {pieces[0].name: torch.float32}
     told = zip(pieces, hosts, parts, strict=True)
-    return Layout([Held(inventory_of([piece], dtypes), host, part) for piece, host, part in told], dtypes)
+    return Layout([Held(inventory_of([piece], dtypes), Place(host, part)) for piece, host, part in told], dtypes)

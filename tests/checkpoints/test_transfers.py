@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-from worldsize.checkpoints.pieces import Held, Layout
+from worldsize.checkpoints.pieces import Held, Layout, Place
 from worldsize.checkpoints.placements import Piece, TensorPlacement, inventory_of, placements_of
 from worldsize.checkpoints.recovery import _newest_complete, _Offer
 from worldsize.checkpoints.shards import slices_in
@@ -136,7 +136,7 @@ def test_what_is_told_and_known_of_a_state_does_not_grow_with_the_number_of_tens
 def test_ranks_that_hold_the_same_keep_as_many_bytes() -> None:
     shapes = {name: ((0, size),) for name, size in zip("abcdefgh", (4000, 2000) * 4, strict=True)}
     dtypes = dict.fromkeys(shapes, torch.float32)
-    held = [Held(inventory_of([Piece(*each) for each in shapes.items()], dtypes), "one") for _ in range(4)]
+    held = [Held(inventory_of([Piece(*each) for each in shapes.items()], dtypes), Place("one")) for _ in range(4)]
     layout = Layout(held, dtypes)
     assert [sum(map(layout.bytes, layout.kept(rank))) for rank in range(4)] == [2 * 4 * 6000] * 4
     keepers = Counter(piece for rank in range(4) for piece in layout.kept(rank))

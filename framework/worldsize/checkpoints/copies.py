@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from worldsize.checkpoints.pieces import Layout, copied, gathered_layout
+from worldsize.checkpoints.pieces import Layout, Place, copied, gathered_layout
 from worldsize.checkpoints.placements import Piece
 from worldsize.checkpoints.tree import split
 from worldsize.collectives.step_timer import started, wait
@@ -53,8 +53,7 @@ class ShardCopies:
     Args:
         number: Number of the membership.
         group: A gloo group of all ranks, in which nothing else communicates while training; None: one process.
-        host: Name of this host.
-        part: The part of the data that this rank trains; None: one of its own.
+        place: Where this rank is.
         device: Device of the state.
         before: What the membership before has left; it is kept until the first generation is complete.
         layout: Who holds what, if it is known already.
@@ -65,16 +64,15 @@ class ShardCopies:
         self,
         number: int,
         group: ProcessGroup | None,
+        place: Place,
         *,
-        host: str,
-        part: int | None = None,
         device: torch.device,
         before: Generation | None = None,
         layout: Layout | None = None,
         at: Callable[[str], None] = lambda point: None,
     ) -> None:
         self._at = at
-        self._number, self._group, self._place, self._device = number, group, (host, part), device
+        self._number, self._group, self._place, self._device = number, group, place, device
         self._rank = group.rank() if group else 0
         self._complete: tuple[Generation, _Buffers | None] | None = (before, None) if before else None
         self._flight: tuple[Generation, _Buffers, Work | None] | None = None
@@ -97,7 +95,7 @@ class ShardCopies:
         self._finish()
         tensors, values = split({part: child for part, child in state.items() if part != "strategy"})
         if self._layout is None or self._layout.dtypes.keys() != tensors.keys():
-            self._layout = gathered_layout(tensors, self._group, *self._place)
+            self._layout = gathered_layout(tensors, self._group, self._place)
             self._free = []
         buffers = self._free.pop() if self._free else _Buffers(self._layout, self._rank, self._device)
         buffers.fill(tensors)

@@ -22,12 +22,20 @@ _SMALL = 4096  # bytes of a part that is kept by all who hold it, such as an opt
 
 @final
 @dataclass(frozen=True)
+class Place:
+    """Names the host of a rank, and the part of the data that it trains; None: one of its own."""
+
+    host: str
+    part: int | None = None
+
+
+@final
+@dataclass(frozen=True)
 class Held:
-    """Says what one rank holds of the state, and names its host and its part of the data."""
+    """Says what one rank holds of the state, and where it is."""
 
     inventory: Inventory
-    host: str
-    part: int | None = None  # None: it has one of its own
+    place: Place
 
 
 def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
@@ -88,8 +96,8 @@ class Layout:
         self.placements = placements_of([each.inventory for each in held])
         """Who holds which parts, the largest first."""
         self.placements.sort(key=lambda each: (-max(map(elements_in, each.ranks)), each.tensors))
-        self._hosts = [each.host for each in held]
-        self._parts = [rank if each.part is None else each.part for rank, each in enumerate(held)]
+        self._hosts = [each.place.host for each in held]
+        self._parts = [rank if each.place.part is None else each.place.part for rank, each in enumerate(held)]
         self._has_one_part = len(set(self._parts)) == 1
         self._distance = self._best_distance()
 
@@ -178,12 +186,10 @@ def _shared_at(distance: int, values_r: Tensor) -> int:
     return int(torch.count_nonzero(values_r == values_r.roll(-distance)))
 
 
-def gathered_layout(
-    tensors: Mapping[str, Tensor], group: ProcessGroup | None, host: str, part: int | None = None
-) -> Layout:
+def gathered_layout(tensors: Mapping[str, Tensor], group: ProcessGroup | None, place: Place) -> Layout:
     """Gather who holds which parts of ``tensors``, of any shapes; all ranks of ``group`` must call it (None: one)."""
     dtypes = dtypes_of(tensors)
-    return Layout(all_of(Held(inventory_of(pieces_of(tensors).values(), dtypes), host, part), group), dtypes)
+    return Layout(all_of(Held(inventory_of(pieces_of(tensors).values(), dtypes), place), group), dtypes)
 
 
 def dtypes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:

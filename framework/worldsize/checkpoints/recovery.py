@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.checkpoints.copies import Generation
-from worldsize.checkpoints.pieces import Held, Layout, all_of, cut, dtypes_of, pieces_of
+from worldsize.checkpoints.pieces import Held, Layout, Place, all_of, cut, dtypes_of, pieces_of
 from worldsize.checkpoints.placements import (
     Inventory,
     Piece,
@@ -79,8 +79,7 @@ class Recovery:
         template: The state of this rank; its tensors, of any shapes, are those of the new group.
         own: What this rank keeps.
         group: A gloo group of all ranks; None: this process is alone.
-        host: Name of this host.
-        part: The part of the data that this rank trains; None: one of its own.
+        place: Where this rank is.
         facts: What the first rank tells the others, a plain value; that of other ranks is not used.
 
     Attributes:
@@ -96,16 +95,15 @@ class Recovery:
         template: StateDict,
         own: Sequence[Generation],
         group: ProcessGroup | None,
+        place: Place,
         *,
-        host: str,
-        part: int | None = None,
         facts: Any = None,
     ) -> None:
         self._template, self._own, self._group = template, own, group
         self._tensors, _ = split({part: child for part, child in template.items() if part != "strategy"})
         self._pieces = pieces_of(self._tensors)
         dtypes = dtypes_of(self._tensors)
-        held = Held(inventory_of(self._pieces.values(), dtypes), host, part)
+        held = Held(inventory_of(self._pieces.values(), dtypes), place)
         is_first = group is None or group.rank() == 0
         accounts: list[_Account] = all_of(_Account(_offers_of(own), held, facts if is_first else None), group)
         offered = [offer.inventory for each in accounts for offer in each.offers]

@@ -9,7 +9,7 @@ from functools import partial
 from typing import final
 
 from worldsize.checkpoints.copies import Generation, ShardCopies
-from worldsize.checkpoints.pieces import Layout
+from worldsize.checkpoints.pieces import Layout, Place
 from worldsize.checkpoints.recovery import Recovery, handed_over
 from worldsize.core import Replica, World
 from worldsize.engine.fit import LoopConfig, TrainingProgress
@@ -73,8 +73,7 @@ class ShardRecovery:
             replica.state(),
             self._left,
             group,
-            host=host_name(os.environ),
-            part=carried.settings.strategy.data_rank(world),
+            self._place(world),
             facts=self._known(loop) if world.rank == 0 else None,
         )
         newest = recovery.run()
@@ -99,8 +98,7 @@ class ShardRecovery:
         copies = ShardCopies(
             number,
             world.groups.get(f"copies/{world.role}"),
-            host=host_name(os.environ),
-            part=self._carried.settings.strategy.data_rank(world),
+            self._place(world),
             device=world.device,
             before=before,
             layout=layout,
@@ -108,6 +106,9 @@ class ShardRecovery:
         )
         self._copies = copies
         self._carried.copy = partial(self._copy, replica, copies)
+
+    def _place(self, world: World) -> Place:
+        return Place(host_name(os.environ), self._carried.settings.strategy.data_rank(world))
 
     def _copy(self, replica: Replica, copies: ShardCopies, progress: TrainingProgress) -> None:
         is_new = self.step < progress.step
