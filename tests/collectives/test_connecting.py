@@ -1,4 +1,4 @@
-"""Ranks that gloo would connect only later are connected at once where torch waits, and other waits end with the gang."""
+"""Ranks that gloo would connect later are connected at once where torch waits, and other waits end with the gang."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def test_after_that_rings_and_trees_connect_nobody() -> None:
             for rank in range(world.size):
                 dist.broadcast(row, group=group, group_src=rank)
         dist.reduce_scatter_tensor(torch.empty(5), torch.ones(55), group=group)
-        dist.all_gather_object([None] * 11, "place", group=group)
+        places: list[object] = [None] * world.size
+        dist.all_gather_object(places, "place", group=group)
         dist.broadcast_object_list(["place"], group=group, group_src=3)
         counts.append(len(_sockets()))
         dist.barrier(world.group)  # who leaves closes its connections
@@ -61,7 +62,7 @@ def test_after_that_rings_and_trees_connect_nobody() -> None:
 @pytest.mark.parametrize("waiting", [0, 1])
 @pytest.mark.parametrize("wait", ["connect", "send", "receive"])
 def test_a_wait_for_a_rank_that_never_connects_ends_when_the_gang_does(wait: str, waiting: int) -> None:
-    """Of two ranks gloo lets one wait until the other connects: that is either of them."""
+    """One of two ranks connects to the other, which waits for it; it may be either."""
 
     def body(world: World) -> float:
         group, row = late_group(world), torch.ones(4)

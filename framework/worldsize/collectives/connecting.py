@@ -20,6 +20,7 @@ def connect(groups: Iterable[ProcessGroup]) -> None:
     of ranks, and messages, are waited for in the same way.
     """
     if connects_late():
-        barriers = [dist.barrier(group, async_op=True) for group in groups if dist.get_backend(group) == "gloo"]
-        for work in map(started, barriers):  # a barrier is between ranks whose distance is a power of two, as those are
+        own = [group for group in groups if dist.get_backend(group) == "gloo"]
+        # a barrier is between ranks whose distance is a power of two, as rings and trees are
+        for work in [started(dist.barrier(group, async_op=True)) for group in own]:
             INTERRUPTION.wait(work)
