@@ -32,9 +32,7 @@ from transformers import (
 
 from worldsize.core import Recipe, RunContext, Strategy, World
 from worldsize.engine.initial_weights import built_empty, tied_names
-from worldsize.strategies.deferred.known import KnownModels
-from worldsize.strategies.deferred.model import DeferredModel, known_models, state_follows
-from worldsize.strategies.deferred.recorder import Recorder
+from worldsize.strategies.deferred.model import DeferredModel, state_follows
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.worlds import run_in_worlds
@@ -444,60 +442,6 @@ def test_a_model_has_all_its_values_once_the_state_is_loaded_that_follows(make: 
     (whole, _), (model, _) = seeded(make), seeded(followed)
     model.load_state_dict(whole.state_dict())
     compared(whole, model)
-
-
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_a_model_that_is_known_has_all_its_values_once_its_state_is_loaded(make: Callable[[], nn.Module]) -> None:
-    known = KnownModels()
-
-    def again() -> nn.Module:
-        with state_follows(), known_models(known):
-            return deferred(make)
-
-    (whole, then), _, (model, now) = seeded(make), seeded(again), seeded(again)
-    model.load_state_dict(whole.state_dict())
-    compared(whole, model)
-    assert now[0] == then[0]
-    assert getattr(model, "scale", None) == getattr(whole, "scale", None)
-
-
-class Growing:
-    """Makes a model that is another one each time, at most in what ``attribute`` says."""
-
-    def __init__(self, attribute: str) -> None:
-        self.attribute, self.times = attribute, 0
-
-    def model(self) -> nn.Module:
-        self.times += 1
-        model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20 + self.times * (self.attribute == "width")))
-        vars(model)["bound"] = self.times * (self.attribute == "bound")
-        if self.attribute == "meta" and torch.empty(0).is_meta:
-            raise ValueError("this constructor wants values")
-        if self.attribute == "host" and self.times > 1:
-            model[0].weight = nn.Parameter(torch.zeros(30, 20, device="cpu"))
-        return model
-
-
-@pytest.mark.parametrize(("attribute", "records"), [("", 1), ("width", 3), ("bound", 3), ("meta", 3), ("host", 2)])
-def test_a_model_is_recorded_again_only_if_it_is_another_one(
-    attribute: str, records: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorders, known, recipe = [], KnownModels(), Growing(attribute)
-
-    def recorder(**options: Any) -> Recorder:
-        recorders.append(Recorder(**options))
-        return recorders[-1]
-
-    monkeypatch.setattr("worldsize.strategies.deferred.model.Recorder", recorder)
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    for _ in range(3):
-        with state_follows(), known_models(known):
-            described = DeferredModel.build(recipe.model)
-            described.fill(HOST)
-        assert not any(parameter.is_meta for parameter in described.model.parameters())
-        assert torch.equal(torch.get_rng_state(), before)
-    assert len(recorders) == records
 
 
 def test_nothing_is_drawn_for_a_model_whose_state_follows() -> None:

@@ -10,30 +10,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from worldsize.strategies.deferred.known import KnownModels
-from worldsize.worker.warm_up import warm_up
+from worldsize.worker.warm_up import joins_later, warm_up
 from worldsize.world.environments import Placement
 
 
 class Recipe:
-    def __init__(self) -> None:
+    def __init__(self, *, can_be_described: bool) -> None:
         self.models: list[nn.Module] = []
+        self.can_be_described = can_be_described
 
     def model(self) -> nn.Module:
         model = nn.Linear(300, 300)
         self.models.append(model)
+        if not self.can_be_described:
+            self.weights = model.weight.detach()
         return model
 
 
-@pytest.mark.parametrize("shards", [True, False])
-def test_nothing_of_a_warm_up_stays(shards: bool) -> None:
-    recipe: Any = Recipe()
+@pytest.mark.parametrize(("shards", "can_be_described"), [(True, True), (True, False), (False, True)])
+def test_nothing_of_a_warm_up_stays(shards: bool, can_be_described: bool) -> None:
+    recipe = Recipe(can_be_described=can_be_described)
     settings: Any = SimpleNamespace(strategy=SimpleNamespace(shards_state=shards), recipe=recipe)
     before = torch.get_rng_state()
-    warm_up(settings, KnownModels())
+    warm_up(settings)
     assert not dist.is_initialized()
     assert torch.equal(torch.get_rng_state(), before)
-    assert [each.weight.is_meta for each in recipe.models] == [True] * shards  # described, and not made
+    assert len(recipe.models) == shards  # and it was not made, if it cannot be described
 
 
 @pytest.mark.parametrize(
@@ -41,4 +43,4 @@ def test_nothing_of_a_warm_up_stays(shards: bool) -> None:
 )
 def test_who_joins_later(rank: int, starts: int, later: bool) -> None:
     """Four processes begin: others are spares or were added, and one that is started again replaces itself."""
-    assert Placement(rank, 4, rank, 4, "file:///gang", starts=starts).joins_later is later
+    assert joins_later(Placement(rank, 4, rank, 4, "file:///gang", starts=starts)) is later

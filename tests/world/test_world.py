@@ -17,7 +17,7 @@ from worldsize.testing.worlds import run_in_worlds
 from worldsize.world.environments import Node, Placement, node, plugin_folders, port_of
 from worldsize.world.environments import placement as placed
 from worldsize.world.roles import role_of
-from worldsize.world.world import connects_late, open_world, threads_per_process
+from worldsize.world.world import connects_late, open_world, places, threads_per_process
 
 
 def test_a_placement_can_be_read_back_from_its_own_variables() -> None:
@@ -126,6 +126,15 @@ MPI_NUMBERS = {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
 MPI = {f"OMPI_COMM_WORLD_{name}": number for name, number in MPI_NUMBERS.items()}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5\n"}
+
+
+def test_places_are_looked_up_by_whoever_asks() -> None:
+    def body(world: World) -> tuple[str, str] | None:
+        os.environ["SLURMD_NODENAME"] = f"host-{world.rank}"
+        place_of = places(world)
+        return place_of(2) if world.rank == 0 else None  # the others need not be there
+
+    assert run_in_worlds(body, 3) == [("host-2", "cpu"), None, None]
 
 
 def test_tasks_of_srun_and_of_mpirun_know_their_placement() -> None:

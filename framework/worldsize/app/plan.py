@@ -117,14 +117,7 @@ def _show(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str] | N
     if options.payload is not None:
         return _payload(predictor, options, names)
     if sizes is not None:
-        if (is_weak := options.compute is not None) and shared is None:
-            settings = settings_of(cfg)
-            shared = settings.training.batch_size // settings.logical_ranks
-        curve = Curve(choices()["recipe"] if size is None else f"{options.model_size:g} parameters", is_weak=is_weak)
-        for word in sizes:
-            reasons: dict[str, str] = {}
-            curve.add(word, _strategies(reasons, shared, names, [word]), predictor, reasons)
-        return _curve(curve, options)
+        return _curve(predictor, options, sizes, names, cfg, shared)
     settings = settings_of(cfg, samples_per_logical_rank=shared)
     groups = settings.strategy.groups(settings.cluster)
     _print(rank_table(settings.cluster, groups), crossings_text(settings.cluster, groups))
@@ -137,18 +130,14 @@ def _show(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str] | N
         if (why := unfit(each, memory, processes=cluster.processes_per_node))
     }
     _print(rule_text(settings.config["cluster"]) if len(names) > 1 else "")
-    _print(_cost_table(forecasts, unfitting, settings, priced=not shared) if forecasts else "")
-    _print(best_text(forecasts, unfitting))
-    if (cluster.mtbf_hours or cluster.spot_market) and (fitting := forecasts.keys() - unfitting.keys()):
-        step_seconds = min(forecasts[name].step_seconds for name in fitting)
-        _print(*_finish(settings, step_seconds * settings.training.steps, options))
+    _print(*_compared(settings, forecasts, unfitting, options, priced=not shared))
     _print(
         "" if shared else _batch_text(settings),
         links_text(cluster, options.links),
         "" if memory is not None else _UNKNOWN,
+        formula_text(forecasts),
+        *(f"{name}: {why}" for name, why in {**unfitting, **refused}.items()),
     )
-    _print(formula_text(forecasts))
-    _print(*(f"{name}: {why}" for name, why in {**unfitting, **refused}.items()))
     if not shared and (warning := _retuning_text(settings)):
         print(warning, file=sys.stderr)
     return 0 if forecasts else CONFIG_ERROR
@@ -224,8 +213,28 @@ def _strategies(
             refused[name] = f"it is broken: {type(error).__name__}: {error}"
 
 
-def _curve(curve: Curve, options: argparse.Namespace) -> int:
-    """Print how the step of each strategy changes over sizes, and write the study if one is asked for."""
+def _curve(
+    predictor: Predictor,
+    options: argparse.Namespace,
+    sizes: Sequence[str],
+    names: Sequence[str],
+    cfg: DictConfig,
+    shared: int | None,
+) -> int:
+    """Print how the step of each strategy changes over sizes, and write the study if one is asked for.
+
+    With --compute each logical rank keeps its samples (weak scaling), ``shared`` of them or as many as now.
+    """
+    from worldsize.config.composed import settings_of
+
+    if (is_weak := options.compute is not None) and shared is None:
+        settings = settings_of(cfg)
+        shared = settings.training.batch_size // settings.logical_ranks
+    what = choices()["recipe"] if options.model_size is None else f"{options.model_size:g} parameters"
+    curve = Curve(what, is_weak=is_weak)
+    for word in sizes:
+        reasons: dict[str, str] = {}
+        curve.add(word, _strategies(reasons, shared, names, [word]), predictor, reasons)
     _note("")
     _print(*curve.shown(options.knee))
     if curve.points and options.study is not None:
@@ -248,6 +257,24 @@ def _payload(predictor: Predictor, options: argparse.Namespace, names: Sequence[
     sweep.add(_strategies(refused, _SAMPLES_PER_LOGICAL_RANK, names), predictor, refused)
     _print(*sweep.shown(), *(f"{name}: {why}" for name, why in refused.items()))
     return 0 if sweep.limits else CONFIG_ERROR
+
+
+def _compared(
+    settings: Settings,
+    forecasts: Mapping[str, Forecast],
+    unfitting: Mapping[str, str],
+    options: argparse.Namespace,
+    *,
+    priced: bool,
+) -> Iterator[Table | str]:
+    """Yield what each strategy costs, which is best, and when a run under it will have ended."""
+    if forecasts:
+        yield _cost_table(forecasts, unfitting, settings, priced=priced)
+    yield best_text(forecasts, unfitting)
+    cluster, fitting = settings.cluster, forecasts.keys() - unfitting.keys()
+    if (cluster.mtbf_hours or cluster.spot_market) and fitting:
+        step_seconds = min(forecasts[name].step_seconds for name in fitting)
+        yield from _finish(settings, step_seconds * settings.training.steps, options)
 
 
 def _cost_table(

@@ -63,7 +63,7 @@ class _Account:
 
 @final
 class Recovery:
-    """What the ranks of a group keep of a state, of any group before, and what each of them holds of it now.
+    """Brings a state to the ranks of a group, which tell each other what they keep of it and what they hold now.
 
     All ranks must make one at the same point.
 

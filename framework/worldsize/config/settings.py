@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Backend
-
 from worldsize.checkpoints.retention import Retention
 from worldsize.config.cluster import cluster_of
 from worldsize.config.instantiate import Allowed, build, check_node, check_targets
@@ -24,10 +22,13 @@ from worldsize.config.sections import (
 from worldsize.config.shape import (
     check_activations,
     check_autoscale,
+    check_backend,
     check_compiles,
     check_copies,
     check_device,
+    check_divisible,
     check_heals,
+    check_reduce,
 )
 from worldsize.config.tiers import check_topology
 from worldsize.core import (
@@ -55,7 +56,6 @@ from worldsize.engine.early_stopping import EarlyStopping
 from worldsize.engine.faults import Faults
 from worldsize.engine.fit import LoopConfig
 from worldsize.engine.initial_weights import InitialWeights
-from worldsize.errors import neighbours
 from worldsize.reproducibility.determinism import Determinism
 from worldsize.world.roles import heals
 
@@ -159,42 +159,28 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     determinism = build(config["reproducibility"], Determinism, allowed=allowed, key="reproducibility")
     cluster = cluster_of(config["cluster"], determinism.threads)
     strategy = build(config["strategy"], Strategy, allowed=allowed, key="strategy")  # type: ignore[type-abstract]
-    _check_reduce(strategy)
-    _check_backend(cluster.backend)  # the strategy's module may have registered it
+    check_reduce(strategy)
+    check_backend(cluster.backend)  # the strategy's module may have registered it
     _check_groups(config, allowed)
-    numerics = build(config["numerics"], Numerics, allowed=allowed, key="numerics")
-    strategy.check_numerics(numerics)
-    exact = determinism.mode if determinism.deterministic else None
-    check_compiles(numerics, strategy, exact=exact)
-    check_device(numerics, cluster, exact=exact)
-    check_activations(numerics, strategy, cluster)
+    numerics = _numerics(config, strategy, cluster, exact=determinism.mode if determinism.deterministic else None)
     run = RunConfig.of(config["run"])
     launcher = launcher_of(config["launcher"], config)
-    roles: Mapping[str, Role] = {"worker": Role(cluster.processes)}
-    parts = logical_ranks = cluster.processes
-    if not run.examine:  # else all processes take part, more than the strategy may take if there are spare nodes
-        roles, parts = strategy.roles(cluster), strategy.data_parallel(cluster)
-        logical_ranks = _wanted_ranks(config, strategy, cluster)
+    roles, logical_ranks = _roles(config, run, strategy, cluster)
+    if not run.examine:
         check_heals(roles, cluster, launcher)
     check_topology(config["cluster"].get("topology"), launcher)
     check_copies(roles, strategy, checkpoint.peers)
     if run.evaluates is None and not run.examine:
-        _check_divisible(logical_ranks, workers=parts, batch=training.batch_size)
+        parts = strategy.data_parallel(cluster)
+        check_divisible(logical_ranks, workers=parts, batch=training.batch_size)
         strategy.check_micro_batches(logical_ranks // parts)
-    autoscaler = None
-    if (node := config.get("autoscale")) and not run.examine:  # older runs have no such key
-        autoscaler = build(node, Autoscaler, allowed=allowed, key="autoscale")  # type: ignore[type-abstract]
-        check_autoscale(autoscaler, roles, cluster, logical_ranks)
+    autoscaler = None if run.examine else _autoscaler(config, roles, cluster, logical_ranks)
     recipe, initial = _with_initial(recipe_of(config), config)
-    evaluation = EvaluationConfig.of(config["evaluation"], recipe.splits())
-    evaluation.check_metric(keep.best, key="checkpoint.keep.best")
-    evaluation.check_metric(config["early_stopping"]["metric"], key="early_stopping.metric")
-    evaluation.check_metric(config["sweep"]["metric"], key="sweep.metric")
     return Settings(
         config=config,
         run=run,
         training=training,
-        evaluation=evaluation,
+        evaluation=_evaluation(config, recipe, keep),
         checkpoint=checkpoint,
         average=_average(config["ema"], strategy),
         initial=initial,
@@ -212,6 +198,50 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         logical_ranks=logical_ranks,
         autoscaler=autoscaler,
     )
+
+
+def _numerics(config: Mapping[str, Any], strategy: Strategy, cluster: Cluster, *, exact: str | None) -> Numerics:
+    """Build how a step computes, and check that the strategy and the devices can compute so.
+
+    ``exact``: the mode in which results must have the same bits each time, if they must.
+    """
+    numerics = build(config["numerics"], Numerics, allowed=_allowed(config), key="numerics")
+    strategy.check_numerics(numerics)
+    check_compiles(numerics, strategy, exact=exact)
+    check_device(numerics, cluster, exact=exact)
+    check_activations(numerics, strategy, cluster)
+    return numerics
+
+
+def _roles(
+    config: Mapping[str, Any], run: RunConfig, strategy: Strategy, cluster: Cluster
+) -> tuple[Mapping[str, Role], int]:
+    """Return the roles and the number of logical ranks.
+
+    All processes take part in an examination, more than the strategy may take if there are spare nodes.
+    """
+    if run.examine:
+        return {"worker": Role(cluster.processes)}, cluster.processes
+    return strategy.roles(cluster), _wanted_ranks(config, strategy, cluster)
+
+
+def _autoscaler(
+    config: Mapping[str, Any], roles: Mapping[str, Role], cluster: Cluster, logical_ranks: int
+) -> Autoscaler | None:
+    node = config.get("autoscale")  # older runs have no such key
+    if not node:
+        return None
+    autoscaler = build(node, Autoscaler, allowed=_allowed(config), key="autoscale")  # type: ignore[type-abstract]
+    check_autoscale(autoscaler, roles, cluster, logical_ranks)
+    return autoscaler
+
+
+def _evaluation(config: Mapping[str, Any], recipe: Recipe, keep: Retention) -> EvaluationConfig:
+    evaluation = EvaluationConfig.of(config["evaluation"], recipe.splits())
+    evaluation.check_metric(keep.best, key="checkpoint.keep.best")
+    for group in ("early_stopping", "sweep"):
+        evaluation.check_metric(config[group]["metric"], key=f"{group}.metric")
+    return evaluation
 
 
 def _with_initial(recipe: Recipe, config: Mapping[str, Any]) -> tuple[Recipe, InitialWeights | None]:
@@ -290,23 +320,6 @@ def _check_groups(config: Mapping[str, Any], allowed: Allowed) -> None:
             check_node(node, allowed=allowed, key=group)
 
 
-def _check_backend(named: str) -> None:
-    """Raise ConfigError if torch has no such backend; ``named`` may list one per device, as "cpu:gloo,cuda:nccl"."""
-    known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
-    for part in named.split(","):
-        name = part.rpartition(":")[2].lower()
-        if name not in known:
-            raise ConfigError(f"cluster.backend={named!r}: no backend {name!r}{neighbours(name, known)}")
-
-
-def _check_reduce(strategy: Strategy) -> None:
-    wanted, known, name = strategy.reduce, strategy.reductions, type(strategy).__name__
-    if wanted not in known:
-        level = " reproducibility=elastic asks for it. Set another level, or strategy=ddp, say."
-        fact = f"strategy.reduce={wanted!r} is no way in which {name} sums{neighbours(wanted, known)}"
-        raise ConfigError(fact + (level if wanted == "ordered" else ""))
-
-
 def logical_ranks_wanted(config: Mapping[str, Any]) -> int:
     """Return the number of logical ranks of the run that ``config`` describes, without checking its batch.
 
@@ -319,18 +332,3 @@ def logical_ranks_wanted(config: Mapping[str, Any]) -> int:
 
 def _wanted_ranks(config: Mapping[str, Any], strategy: Strategy, cluster: Cluster) -> int:
     return config.get("logical_ranks") or strategy.data_parallel(cluster) * strategy.default_micro_batches
-
-
-def _check_divisible(total: int, *, workers: int, batch: int) -> None:
-    """Raise ConfigError if logical ranks do not divide over the workers, or the batch over logical ranks."""
-    if total < 1 or total % workers:
-        raise ConfigError(
-            f"{total} logical ranks do not divide over {workers} data-parallel workers. "
-            f"Set logical_ranks to a multiple of {workers}, or cluster.processes to a divisor of {total}."
-        )
-    if batch % total:
-        below, above = batch // total * total, -(-batch // total) * total
-        options = (
-            f"batch_size={below} or {above}" if below else f"batch_size={above} (at least one sample a logical rank)"
-        )
-        raise ConfigError(f"batch_size={batch} does not divide over {total} logical ranks. Set {options}.")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from worldsize.core import Autoscaler, Cluster, LaunchMethod, Numerics, Role, Strategy
-from worldsize.errors import ConfigError
+from worldsize.errors import ConfigError, neighbours
 from worldsize.world.roles import block_of, heals
 
 
@@ -195,3 +195,38 @@ def check_autoscale(policy: Autoscaler, roles: Mapping[str, Role], cluster: Clus
             f"autoscale.max_processes={most} contradicts cluster.processes={cluster.processes}, with which the run "
             f"begins. Set it to {cluster.processes} or more."
         )
+
+
+def check_backend(named: str) -> None:
+    """Raise ConfigError if torch has no such backend; ``named`` may list one per device, as "cpu:gloo,cuda:nccl"."""
+    from torch.distributed import Backend  # not before: who only composes would wait for it
+
+    known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
+    for part in named.split(","):
+        name = part.rpartition(":")[2].lower()
+        if name not in known:
+            raise ConfigError(f"cluster.backend={named!r}: no backend {name!r}{neighbours(name, known)}")
+
+
+def check_reduce(strategy: Strategy) -> None:
+    """Raise ConfigError if the strategy does not sum in the way that the configuration or its level asks for."""
+    wanted, known, name = strategy.reduce, strategy.reductions, type(strategy).__name__
+    if wanted not in known:
+        level = " reproducibility=elastic asks for it. Set another level, or strategy=ddp, say."
+        fact = f"strategy.reduce={wanted!r} is no way in which {name} sums{neighbours(wanted, known)}"
+        raise ConfigError(fact + (level if wanted == "ordered" else ""))
+
+
+def check_divisible(total: int, *, workers: int, batch: int) -> None:
+    """Raise ConfigError if logical ranks do not divide over the workers, or the batch over logical ranks."""
+    if total < 1 or total % workers:
+        raise ConfigError(
+            f"{total} logical ranks do not divide over {workers} data-parallel workers. "
+            f"Set logical_ranks to a multiple of {workers}, or cluster.processes to a divisor of {total}."
+        )
+    if batch % total:
+        below, above = batch // total * total, -(-batch // total) * total
+        options = (
+            f"batch_size={below} or {above}" if below else f"batch_size={above} (at least one sample a logical rank)"
+        )
+        raise ConfigError(f"batch_size={batch} does not divide over {total} logical ranks. Set {options}.")

@@ -22,14 +22,13 @@ from worldsize.core import Event, Listener, MembershipChanged, Replica, StepDone
 from worldsize.engine.before_update import BeforeUpdate
 from worldsize.engine.fit import TrainingProgress
 from worldsize.records.run_directory import RunDirectory
-from worldsize.strategies.deferred.known import KnownModels
-from worldsize.strategies.deferred.model import known_models, state_follows
+from worldsize.strategies.deferred.model import state_follows
 from worldsize.worker.carried import Carried
 from worldsize.worker.left_groups import LEFT_GROUPS
 from worldsize.worker.listeners import global_listeners
 from worldsize.worker.shard_recovery import ShardRecovery
 from worldsize.worker.training import Training
-from worldsize.worker.warm_up import warm_up
+from worldsize.worker.warm_up import joins_later, warm_up
 from worldsize.world.connections import Connections
 from worldsize.world.environments import Placement
 from worldsize.world.meetings import Meetings
@@ -68,7 +67,6 @@ class HealingMember:
         self._meetings = Meetings(placement.store, channel.check, timeout)
         self._logs = False  # whether the listeners of the whole run are among its own
         self._has_logged = False  # and were in the membership before
-        self._models = KnownModels()
         self._shards: ShardRecovery | None = None  # if the strategy shards state
 
     def run(self, world: World, make_replica: Callable[[Settings, World, BeforeUpdate, Connections], Replica]) -> int:
@@ -87,8 +85,8 @@ class HealingMember:
         channel, heartbeat = self._channel, self._placement.heartbeat
         carried = Carried(self._settings, heartbeat, channel.begin_step, channel.finish)
         carried.build(world)
-        if self._placement.joins_later:
-            warm_up(self._settings, self._models)
+        if joins_later(self._placement):
+            warm_up(self._settings)
         if self._settings.strategy.shards_state:
             self._shards = ShardRecovery(
                 self._run, carried, every=self._settings.checkpoint.peers, at=self._settings.faults.at
@@ -132,8 +130,7 @@ class HealingMember:
         self, make_replica: Callable[[], Replica], world: World, membership: Membership, carried: Carried
     ) -> Replica:
         """Make the replica of this process in a membership, with the newest state."""
-        begins_anew = membership.source is None
-        with known_models(self._models), carried.beginning(self._run, world) if begins_anew else state_follows():
+        with carried.beginning(self._run, world) if membership.source is None else state_follows():
             if self._shards is None:
                 return self._with_newest_state(make_replica(), world, membership, carried)
             self._agree_on_log(world, carried)

@@ -9,18 +9,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from worldsize.config.settings import Settings
-from worldsize.reproducibility.seeds import drawn_apart
-from worldsize.strategies.deferred.known import KnownModels
-from worldsize.strategies.deferred.model import DeferredModel, known_models
+from worldsize.strategies.deferred.model import describe
+from worldsize.world.environments import Placement
 
 
-def warm_up(settings: Settings, known: KnownModels) -> None:
-    """Make a process group of this process alone, and describe the model if the strategy shards it; keep neither.
+def joins_later(placement: Placement) -> bool:
+    """Return whether a gang begins without this process, which replaces another, was added, or is a spare."""
+    return placement.starts > 0 or placement.rank >= placement.world_size
 
-    What is then ``known`` of the model need not be found out again.
-    """
+
+def warm_up(settings: Settings) -> None:
+    """Make a process group of this process alone, and describe the model if the strategy shards it; keep neither."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
     if settings.strategy.shards_state:
-        with drawn_apart("model"), known_models(known):
-            DeferredModel.build(settings.recipe.model, warns=False)
+        describe(settings.recipe.model)

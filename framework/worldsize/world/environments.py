@@ -56,11 +56,6 @@ class Placement:
         """Index of this host in the run, from 0."""
         return self.rank // self.local_world_size if self.node is None else self.node
 
-    @property
-    def joins_later(self) -> bool:
-        """Whether the gang has begun without this process: it replaces another, was added, or is a spare."""
-        return self.starts > 0 or self.rank >= self.world_size
-
     def variables(self) -> dict[str, str]:
         """Return the environment variables from which :func:`placement` reads this place, with torchrun's names."""
         numbers = (self.rank, self.world_size, self.local_rank, self.local_world_size)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 
+from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.deferred.draws import InitialStates, SeededError
 from worldsize.strategies.deferred.fakes import CannotDeferError, own_attributes, with_numbers
 from worldsize.strategies.deferred.footprint import Footprint
-from worldsize.strategies.deferred.known import KnownModels
 from worldsize.strategies.deferred.recorder import Recorder
-from worldsize.strategies.deferred.slots import Devices, Slot, like, saved_tensors, slots_of
+from worldsize.strategies.deferred.slots import Devices, Slot, like, slots_of
 from worldsize.strategies.deferred.tape import Deferred, Tape
 
 _logger = logging.getLogger(__name__)
@@ -70,14 +70,12 @@ class DeferredModel:
         tape: How its tensors are made.
         tensors: The tensors to be made, by their place.
         begin: Initial states of the generators from which they are drawn.
-        is_read: Whether the constructor has read the value of a tensor, on which the model may depend.
     """
 
     model: nn.Module
     tape: Tape
     tensors: dict[Slot, Deferred]
     begin: InitialStates
-    is_read: bool = False
 
     @staticmethod
     def build(make: Callable[[], nn.Module], *, warns: bool = True) -> DeferredModel:
@@ -90,9 +88,6 @@ class DeferredModel:
             make: Returns the model, on the CPU.
             warns: Whether to warn about the cost if each process makes much of the model.
         """
-        known = _known.get()
-        if known is not None and _follows.get() and (again := _made_again(make, known)) is not None:
-            return again
         level = logging.WARNING if warns else logging.DEBUG
         begin = InitialStates.now()
         outcome = _described(make, draws_twice=False, level=level)
@@ -100,8 +95,6 @@ class DeferredModel:
             begin.restore()
             outcome = _described(make, draws_twice=True, level=level)
         if isinstance(outcome, DeferredModel):
-            if known is not None and not outcome.is_read:
-                known.keep(make, outcome.model, outcome.tensors)
             return outcome
         begin.restore()
         outcome.log(level)
@@ -124,7 +117,7 @@ class DeferredModel:
         """
         self.begin.restore()
         devices = Devices(full=device, shards=shards or device)
-        fakes, follow = _fakes.get(), saved_tensors(self.model) if _follows.get() else set[int]()
+        fakes, follow = _fakes.get(), _saved(self.model) if _follows.get() else set[int]()
         places: dict[Deferred, list[Slot]] = {}
         scratch: dict[Deferred, list[Slot]] = {}
         for slot, described in self.tensors.items():
@@ -156,8 +149,12 @@ def _put(value: Tensor, slots: Sequence[Slot], devices: Devices) -> None:
         devices.put(value, same)
 
 
+def _saved(model: nn.Module) -> set[int]:
+    """Return the ids of the tensors of ``model`` that its state has as they are."""
+    return {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+
+
 _follows: ContextVar[bool] = ContextVar("_follows", default=False)
-_known: ContextVar[KnownModels | None] = ContextVar("_known", default=None)
 _fakes: ContextVar[FakeTensorMode | None] = ContextVar("_fakes", default=None)
 
 
@@ -175,16 +172,6 @@ def state_follows() -> Iterator[None]:
 
 
 @contextmanager
-def known_models(known: KnownModels) -> Iterator[None]:
-    """Describe models within the context, whose state follows, only if they are not ``known`` from the time before."""
-    token = _known.set(known)
-    try:
-        yield
-    finally:
-        _known.reset(token)
-
-
-@contextmanager
 def filled_with(mode: FakeTensorMode) -> Iterator[None]:
     """Fill models within the context with fakes of ``mode``, which take no memory, for rehearsals."""
     token = _fakes.set(mode)
@@ -199,24 +186,13 @@ def _without_numbers(described: Deferred, mode: FakeTensorMode) -> Tensor:
         return described.scratch()
 
 
-def _made_again(make: Callable[[], nn.Module], known: KnownModels) -> DeferredModel | None:
-    """Return the model of ``make``, all of whose tensors on the meta device its state has, if it is known."""
-    model = known.again(make)
-    if model is None:
-        return None
-    numbers: dict[int, int] = {}  # of the tensors: one may be in several places
-    tensors = {
-        slot: Deferred(
-            numbers.setdefault(id(slot.tensor), len(numbers)),
-            slot.tensor.size(),
-            slot.tensor.stride(),
-            0,
-            slot.tensor.dtype,
-        )
-        for slot in slots_of(model)
-        if slot.tensor.is_meta
-    }
-    return DeferredModel(model, Tape(), tensors, InitialStates.now())
+def describe(make: Callable[[], nn.Module]) -> None:
+    """Describe the model that ``make`` returns, without making it, since what torch does once is fast the next time.
+
+    The generators of the process keep their states.
+    """
+    with generators_kept():
+        _described(make, draws_twice=False, level=logging.DEBUG)
 
 
 def _described(make: Callable[[], nn.Module], *, draws_twice: bool, level: int) -> DeferredModel | _Refusal:
@@ -249,7 +225,7 @@ def _described(make: Callable[[], nn.Module], *, draws_twice: bool, level: int) 
             footprint.model / 2**30,
             complaint,
         )
-    return DeferredModel(model, recorder.tape, tensors, begin, recorder.has_read)
+    return DeferredModel(model, recorder.tape, tensors, begin)
 
 
 def _check_kept(recorder: Recorder) -> None:

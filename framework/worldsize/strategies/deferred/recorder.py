@@ -82,8 +82,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls = CallWatcher(self._do)
         self.borrowed = BorrowedTensors()
         self._refusal: Exception | None = None
-        self.has_read = False
-        """Whether the constructor has read the value of a tensor."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -132,7 +130,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         try:
             with torch._C.DisableTorchFunction():  # these calls are not the constructor's own
-                self.has_read |= torch.Tag.data_dependent_output in getattr(func, "tags", ())
                 does = self._put_off if self._waits(func, args, kwargs) else self._do
                 return does(func, args, kwargs)
         except Exception as error:  # any: whatever it is, it may be one that other tensors do not raise

@@ -77,11 +77,6 @@ def slots_of(model: nn.Module) -> Iterator[Slot]:
                     yield Slot(module, name, table)
 
 
-def saved_tensors(model: nn.Module) -> set[int]:
-    """Return the ids of the tensors of ``model`` that its state has as they are."""
-    return {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-
-
 def like(tensor: Tensor, numbers: Tensor, *, leave_out: frozenset[str] = frozenset()) -> Tensor:
     """Return ``numbers``, of the same shape, as a copy of ``tensor``: a parameter if it is one, with its attributes.
 

@@ -9,7 +9,7 @@ from typing import final
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from worldsize.core import ConfigError, MicroBatch, Recipe, Reduction, Replica, RunContext, World
+from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, Reduction, Replica, RunContext, World
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
@@ -101,33 +101,42 @@ class Rank:
 
     def _stages(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
         """Build a rank that holds a part of some layers."""
-        model = deferred.model
-        numerics = self.context.numerics
-        if (numerics.compile or numerics.activation_offload) and not self.recipe.blocks(model):
-            raise ConfigError(
-                "compile=true and activation_offload=true: the stages of a pipeline are treated block by block, and "
-                "Recipe.blocks names none. Name the blocks, or set both to false."
-            )
+        model, device = deferred.model, self.context.world.device
+        _check_blocks(self.recipe, model, self.context.numerics)
         full_state, data = self._full_state(model), self._data(mesh)
         chain = stages_of(self.recipe, model, self.schedule.stages, self.schedule.split)
         owned = Ownership(model, chain, pipeline=self.layout.pipeline, p=self._p)
         if self.layout.data > 1 or self.sharding.interruptible:  # there may be more parts of the data later
             owned.check_sharded_once()
+        precision = self.context.numerics.precision
         mine = [
-            self._stage(chain[index], index) for index in range(self._p, self.schedule.stages, self.layout.pipeline)
+            Stage(self.recipe, chain[index], index=index, device=device, precision=precision)
+            for index in range(self._p, self.schedule.stages, self.layout.pipeline)
         ]
         divide(self.recipe, model, mine, mesh, self.sharding)
-        deferred.fill(self.context.world.device, lambda slot: owned.holds(slot.module, slot.name))
+        deferred.fill(device, lambda slot: owned.holds(slot.module, slot.name))
         for stage in mine:
-            stage.to(self.context.world.device)
+            stage.to(device)
             stage.listen()
         owned.leave_others()
+        pipeline = self._pipeline(mine, owned, mesh)
+        inner = SynchronousReplica(
+            self.recipe,
+            replace(self.context, world=data),
+            train_state=self._train_state(model, full_state),
+            reducer=pipeline,
+            logical_ranks=self._logical_ranks,
+        )
+        return PipelineReplica(self.recipe, data, inner, pipeline)
+
+    def _pipeline(self, mine: Sequence[Stage], owned: Ownership, mesh: DeviceMesh) -> Pipeline:
+        """Connect the stages of this rank with those of the others; all ranks of the mesh must call it."""
         is_ring = len(mine) > 1
         equal_passes = is_ring or self.sharding.reshard_after_forward  # else a step gathers each stage once
         parts = DataParts(along(mesh, "data").get_group(), self.reduce, self._logical_ranks, equal_passes)
         for stage in mine:
             stage.sums = parts.sums(stage)
-        pipeline = Pipeline(
+        return Pipeline(
             stages=mine,
             total=self.schedule.stages,
             group=along(mesh, "pipeline").get_group(),
@@ -138,22 +147,10 @@ class Rank:
             norm=self._norm(mesh, owned.spare()),
             edges=self._groups.edges(is_ring=is_ring),
         )
-        inner = SynchronousReplica(
-            self.recipe,
-            replace(self.context, world=data),
-            train_state=self._train_state(model, full_state),
-            reducer=pipeline,
-            logical_ranks=self._logical_ranks,
-        )
-        return PipelineReplica(self.recipe, data, inner, pipeline)
 
     @property
     def _p(self) -> int:
         return self._groups.coordinate["pipeline"]
-
-    def _stage(self, layers: Sequence[nn.Module], index: int) -> Stage:
-        precision = self.context.numerics.precision
-        return Stage(self.recipe, layers, index=index, device=self.context.world.device, precision=precision)
 
     def _tied(self, owned: Ownership) -> list[Tied]:
         """Group the parameters that several ranks of the pipeline hold; all ranks of the mesh must call it."""
@@ -161,6 +158,14 @@ class Rank:
         return [
             Tied(owned.parameters(owned.tied()[ranks]), group) for ranks, group in groups.items() if group is not None
         ]
+
+
+def _check_blocks(recipe: Recipe, model: nn.Module, numerics: Numerics) -> None:
+    if (numerics.compile or numerics.activation_offload) and not recipe.blocks(model):
+        raise ConfigError(
+            "compile=true and activation_offload=true: the stages of a pipeline are treated block by block, and "
+            "Recipe.blocks names none. Name the blocks, or set both to false."
+        )
 
 
 @final
