@@ -30,7 +30,7 @@ def late_group(world: World) -> ProcessGroup:
 
 
 def test_after_that_rings_and_trees_connect_nobody() -> None:
-    """In 11 ranks not all pairs are used: those at distances of a power of two."""
+    """Pairs at distances of a power of two are used, which are not all in 11 ranks."""
 
     def body(world: World) -> tuple[int, int, int]:
         group = late_group(world)
