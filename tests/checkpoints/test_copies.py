@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from worldsize.checkpoints import recovery
 from worldsize.checkpoints.copies import Generation, ShardCopies
-from worldsize.checkpoints.pieces import Held, Layout, Piece
+from worldsize.checkpoints.pieces import Held, Layout
+from worldsize.checkpoints.placements import Piece, inventory_of
 from worldsize.checkpoints.recovery import Recovery, handed_over
 from worldsize.core import StateDict, World
 from worldsize.errors import CheckpointError
@@ -113,7 +115,7 @@ def test_copies_that_did_not_arrive_leave_the_generation_before() -> None:
             own = [older[0]]  # its own part of step 3 is lost
         if world.rank == 1:  # and the copy of it was on the way
             received = {piece: part for piece, part in newer[0].parts.items() if piece.name != "model/table"}
-            own = [Generation(1, 3, 1, newer[0].values, newer[0].elements, received), older[0]]
+            own = [replace(newer[0], parts=received), older[0]]
         newest = Recovery(state(range(world.size), 3, filled=False), own, dist.group.WORLD, host="one").run()
         assert newest is not None
         return newest.step, newest.state["model"]["common"].item() == 2
@@ -172,21 +174,23 @@ def test_a_part_that_several_ranks_hold_is_kept_by_two_of_them_and_sent_by_none(
 
 
 def test_peers_are_on_other_hosts_and_train_other_data_if_there_are_several() -> None:
-    held = [
-        Held([Piece("table", ((rank, rank + 1),))], {"table": torch.float32}, host) for rank, host in enumerate("aabb")
-    ]
-    layout = Layout(held)
+    rows = [Piece("table", ((rank, rank + 1),)) for rank in range(4)]
+    layout = layout_of(rows, "aabb")
     assert [layout.peer(rank) for rank in range(4)] == [2, 3, 0, 1]
     assert [layout.peer_before(layout.peer(rank)) for rank in range(4)] == [0, 1, 2, 3]
-    common = Layout([Held([Piece("bias", ((0, 4096),))], {"bias": torch.float32}, host) for host in "aabb"])
+    common = layout_of([Piece("bias", ((0, 4096),))] * 4, "aabb")
     keepers = [rank for rank in range(4) if common.kept(rank)]
     assert len(keepers) == 2
     assert {"aabb"[rank] for rank in keepers} == {"a", "b"}
-    parts = [Held(held[rank].pieces, held[rank].dtypes, "a", part=rank // 2) for rank in range(4)]
-    assert [Layout(parts).peer(rank) for rank in range(4)] == [2, 3, 0, 1]
-    both = [
-        Held([Piece("bias", ((4 * part, 4 * part + 4),))], {"bias": torch.float32}, "a", part) for part in (0, 0, 1, 1)
-    ]
-    assert [len(Layout(both).sole(rank)) for rank in range(4)] == [1, 0, 0, 1]  # one of a part's ranks sends a copy
-    count = Layout([Held([Piece("step", ((0, 1),))], {"step": torch.float32}, host) for host in "aabb"])
+    assert [layout_of(rows, "aaaa", (0, 0, 1, 1)).peer(rank) for rank in range(4)] == [2, 3, 0, 1]
+    both = layout_of([Piece("bias", ((4 * part, 4 * part + 4),)) for part in (0, 0, 1, 1)], "aaaa", (0, 0, 1, 1))
+    assert [len(both.sole(rank)) for rank in range(4)] == [1, 0, 0, 1]  # one of a part's ranks sends a copy
+    count = layout_of([Piece("step", ((0, 1),))] * 4, "aabb")
     assert all(count.kept(rank) for rank in range(4))
+
+
+def layout_of(pieces: Sequence[Piece], hosts: str, parts: Sequence[int | None] = (None,) * 4) -> Layout:
+    """Return that of ranks each of which holds one part of the same tensor."""
+    dtypes = {pieces[0].name: torch.float32}
+    told = zip(pieces, hosts, parts, strict=True)
+    return Layout([Held(inventory_of([piece], dtypes), host, part) for piece, host, part in told], dtypes)

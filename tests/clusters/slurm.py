@@ -11,9 +11,11 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from getpass import getuser
 from pathlib import Path
+
+from worldsize.testing.hosts import Hosts
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
 _CONF = """\
@@ -53,6 +55,7 @@ NodeName=127.0.0.[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=10
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=100 PreemptMode=OFF
 """
+_CGROUPS = "CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n"
 
 
 def missing() -> str | None:
@@ -75,7 +78,8 @@ class Slurm:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        own = {"PATH": f"{commands}:{os.environ['PATH']}"} if (commands := self.folder / "bin").exists() else {}
+        return {"SLURM_CONF": str(self.folder / "slurm.conf"), **own}
 
     def ask(self, *words: str, **variables: str) -> str:
         environment = {**os.environ, **self.environment, **variables}
@@ -163,7 +167,7 @@ def running(
     for name in ("munge", "state", "run", "log"):
         (folder / name).mkdir(mode=0o700 if name == "state" else 0o755, parents=True)
     folder.chmod(0o755)
-    (folder / "cgroup.conf").write_text("CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n")
+    (folder / "cgroup.conf").write_text(_CGROUPS)
     shape = {"port": port, "first": port + 1, "last": port + nodes, "nodes": nodes}
     names = {"folder": folder, "proctrack": proctrack, "host": socket.gethostname().split(".")[0], "user": getuser()}
     (folder / "slurm.conf").write_text(_CONF.format(**shape, **names))
@@ -175,20 +179,59 @@ def running(
             _stop(folder)
 
 
-def _start(slurm: Slurm, nodes: int) -> None:
+@contextmanager
+def running_on(hosts: Hosts, folder: Path, *, port: int) -> Iterator[Slurm]:
+    """Run Slurm while the context is open, on hosts with a network: the last one controls, the others are its nodes.
+
+    Its commands reach the controller from everywhere, as if it had a network of its own; those of a job too.
+    """
+    slurm, last = Slurm(folder), hosts.count
+    for name in ("munge", "state", "run", "log", "bin", *(f"spool.h{host}" for host in range(1, last))):
+        (folder / name).mkdir(mode=0o700 if name == "state" else 0o755, parents=True)
+    for name in ("sbatch", "scontrol", "scancel", "sinfo"):
+        command = folder / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec ip netns exec {hosts.name}h{last} {_program(name)} "$@"\n')
+        command.chmod(0o755)
+    shape = {"port": port, "first": port + 1, "last": port + 1, "nodes": 0, "host": f"h{last}"}
+    names = {"folder": folder, "proctrack": "linuxproc", "user": getuser()}
+    nodes = f"NodeName=h[1-{last - 1}] Port={port + 1} CPUs=4 RealMemory=4000"
+    lines = _CONF.format(**shape, **names).replace("(127.0.0.1)", "").splitlines()
+    lines = [nodes if line.startswith("NodeName=") else line for line in lines]
+    (folder / "cgroup.conf").write_text(_CGROUPS)
+    (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+    try:
+        _authenticate(slurm)
+        _run(replace(slurm, inside=hosts.on(last, [])), "slurmctld", "-c", "-f", f"{folder}/slurm.conf")
+        for host in range(1, last):
+            replace(slurm, inside=hosts.on(host, [])).start(f"h{host}")
+        _wait_for_nodes(slurm, last - 1)
+        yield slurm
+    finally:
+        _stop(folder)
+
+
+def _authenticate(slurm: Slurm) -> None:
     munge, log = slurm.folder / "munge", slurm.folder / "log"
     (munge / "key").write_bytes(secrets.token_bytes(128))
     (munge / "key").chmod(0o600)
     own = [f"--key-file={munge}/key", f"--socket={munge}/socket", f"--seed-file={munge}/seed"]
     own += [f"--pid-file={slurm.folder}/run/munged.pid", f"--log-file={log}/munged.log"]
     _run(slurm, "munged", "--force", *own)
+
+
+def _start(slurm: Slurm, nodes: int) -> None:
+    _authenticate(slurm)
     _run(slurm, "slurmctld", "-c", "-f", f"{slurm.folder}/slurm.conf")
     for node in range(1, nodes + 1):
         (slurm.folder / f"spool.127.0.0.{node}").mkdir()
         slurm.start(f"127.0.0.{node}")
+    _wait_for_nodes(slurm, nodes)
+
+
+def _wait_for_nodes(slurm: Slurm, nodes: int) -> None:
     deadline = time.monotonic() + 60
     while slurm.nodes() != ["idle"] * nodes:
-        assert time.monotonic() < deadline, (log / "slurmctld.log").read_text()[-2000:]
+        assert time.monotonic() < deadline, (slurm.folder / "log" / "slurmctld.log").read_text()[-2000:]
         time.sleep(0.1)
 
 

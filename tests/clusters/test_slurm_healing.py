@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from tests.clusters import slurm as real
 from tests.clusters.test_slurm import DIGITS, job_of, logs, manifest, reasons, state_digest, taken_out
+from worldsize.testing.hosts import Hosts
 
 SLOW = "faults=[{action: sleep, rank: null, step: null, seconds: 0.1, attempt: null}]"
 pytestmark = pytest.mark.slow
@@ -91,6 +93,35 @@ def test_a_first_node_that_was_cut_off_ends_before_the_job_that_was_queued_again
     assert reasons(run.folder) == ["running"]  # the next attempt has not begun
     three.ask("scancel", job)
     three.start(first)
+
+
+def test_a_node_that_alone_loses_its_link_to_the_first_has_no_healthy_job_queued_again(
+    four: Hosts, tmp_path: Path, train: Any, undisturbed: Callable[..., str], begun: Any, warm_python: Path
+) -> None:
+    """It still reaches Slurm, the run folder and the other node, and takes part again once it hears the first."""
+    own = (f"launcher.python={warm_python}", "cluster.nodes=3", "cluster.processes_per_node=1", "logical_ranks=12")
+    with real.running_on(four, tmp_path / "slurm", port=17_050) as cluster:
+        run = train(*DIGITS, *HEAL, *own, "steps=320", "checkpoint.every=0", **cluster.environment)
+        assert run.code == 0, run.error
+        begun(run.folder, after=20)
+        separate(four, 1, 2, state="on")
+        try:
+            wait_until(lambda: (run.folder / "events.jsonl").exists(), seconds=60)  # the others go on
+        finally:
+            separate(four, 1, 2, state="off")
+        cluster.wait_for(job_of(run.folder), "COMPLETED")
+        assert cluster.facts(job_of(run.folder))["Restarts"] == "0"
+    assert reasons(run.folder) == ["completed"], logs(run.folder)
+    memberships = [each["members"] for each in manifest(run.folder)["attempts"][0]["memberships"]]
+    assert memberships == [[0, 1, 2], [0, 2], [0, 2, 1]]
+    assert state_digest(run.folder) == undisturbed("steps=320", "logical_ranks=12")
+
+
+def separate(hosts: Hosts, *apart: int, state: str) -> None:
+    """Let hosts hear each other no more ("on"), but still all others, or again ("off")."""
+    for host in apart:
+        port = ("link", "set", f"p{host}", "type", "bridge_slave", "isolated", state)
+        subprocess.run(["ip", "-n", hosts.switch(host), *port], check=True, timeout=20)
 
 
 def wait_until(happened: Callable[[], bool], seconds: float = 20) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -75,3 +77,25 @@ def test_a_first_host_that_only_slept_is_not_told_that_the_attempt_has_ended(tmp
     with pytest.raises(WorldsizeError, match="is gone"):
         Follower(Lead(), plan, Node(1, 2, HERE), connection).follow()  # type: ignore[arg-type]
     assert not any("ended" in message for message in connection.sent)
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_an_agent_knows_whether_it_was_asked_to_end_before_the_first_host_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_asked: bool
+) -> None:
+    """It has no time left then to find out whether the first host goes on."""
+
+    def start(*_: object) -> None:
+        if is_asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise OSError
+
+    monkeypatch.setattr(agents, "start_process", start)
+    roles = {"worker": Role(2, restart="heal")}
+    plan = Plan(tmp_path, Cluster("slurm", nodes=2, processes=2, device="cpu", backend="gloo"), roles, {}, health=None)
+    connection: Any = Announced()
+    connection.messages.insert(0, {"rank": 1, "role": "worker", "role_rank": 1, "starts": 0})
+    follower = Follower(Lead(), plan, Node(1, 2, HERE), connection)
+    with pytest.raises(WorldsizeError, match="is gone"):
+        follower.follow()
+    assert follower.is_asked == is_asked

@@ -20,6 +20,7 @@ import pytest
 from worldsize.core import Cluster, Plan, Role
 from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
 from worldsize.launch.handshake import MessageSeal
+from worldsize.launch.lost_link import LossPolicy
 from worldsize.launch.mailbox import Mailbox
 from worldsize.launch.members import LostHostError, Member
 from worldsize.launch.node import Rendezvous
@@ -66,7 +67,8 @@ class Pair:
         plan = Plan(folder, cluster, {"worker": Role(2, restart="heal")}, {}, attempt=3)
         self.mail: Mailbox[Any] = Mailbox()
         self.beats = HeartbeatSender([self.first, self.other], SILENCE)
-        self.hosts = RemoteHosts([RemoteAgent(1, "h2", self.first)], plan, 1, folder / "gang", SILENCE, None)
+        agents = [RemoteAgent(1, "h2", self.first)]
+        self.hosts = RemoteHosts(agents, plan, 1, folder / "gang", SILENCE, None, LossPolicy())
         self.left: list[bool] = []
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -122,7 +124,7 @@ def test_those_that_join_later_are_dealt_to_the_hosts_in_groups_that_share_one(t
     cluster = Cluster("ssh", nodes=2, processes=4, device="cpu", backend="gloo")
     plan = Plan(tmp_path, cluster, {"worker": Role(4, restart="heal", block=2, together=2)}, {})
     ours, theirs = connected()
-    hosts = RemoteHosts([RemoteAgent(1, "h2", ours)], plan, 1, tmp_path, SILENCE, None)
+    hosts = RemoteHosts([RemoteAgent(1, "h2", ours)], plan, 1, tmp_path, SILENCE, None, LossPolicy())
     assert [hosts.node_of(rank) for rank in range(12)] == [0, 0, 1, 1] * 3
     rendezvous = Rendezvous(tmp_path, 2, "", {})
     assert [rendezvous.placement(plan, rank).local_rank for rank in range(12)] == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]
@@ -179,7 +181,7 @@ def test_processes_of_spare_nodes_follow_those_of_the_plan(pair: Pair, tmp_path:
     plan = Plan(tmp_path, cluster, {"worker": Role(4, restart="heal")}, {})
     ends = [connected(), connected()]
     agents = [RemoteAgent(node, f"h{node + 1}", ends[node - 1][0]) for node in (1, 2)]
-    hosts = RemoteHosts(agents, plan, 1, tmp_path, SILENCE, None)
+    hosts = RemoteHosts(agents, plan, 1, tmp_path, SILENCE, None, LossPolicy())
     assert [hosts.node_of(number) for number in range(10)] == [0, 0, 1, 1, 2, 2, 0, 1, 2, 0]
     rendezvous = Rendezvous(tmp_path, 2, "", {})
     places = [rendezvous.placement(plan, number) for number in range(10)]
@@ -217,7 +219,7 @@ def test_a_first_host_that_leads_no_more_ends_instead_of_going_on_without_anothe
     first, other = connected()
     cluster = Cluster("slurm", nodes=2, processes=2, device="cpu", backend="gloo")
     plan = Plan(tmp_path, cluster, {"worker": Role(2, restart="heal")}, {})
-    hosts = RemoteHosts([RemoteAgent(1, "h2", first)], plan, 1, tmp_path, SILENCE, None, lambda: False)
+    hosts = RemoteHosts([RemoteAgent(1, "h2", first)], plan, 1, tmp_path, SILENCE, None, LossPolicy(lambda: False))
     hosts.listen()
     other.close()
     assert killed.get() == (os.getpid(), signal.SIGKILL)
@@ -244,7 +246,7 @@ def test_the_gang_does_not_wait_while_it_is_asked_whether_this_host_still_leads(
     door: Any = _Door(RemoteAgent(1, "h2", ends[1][0]))
     cluster = Cluster("slurm", nodes=2, processes=2, device="cpu", backend="gloo")
     plan = Plan(tmp_path, cluster, {"worker": Role(2, restart="heal")}, {})
-    hosts = RemoteHosts([RemoteAgent(1, "h2", ends[0][0])], plan, 1, tmp_path, SILENCE, door, may_go_on)
+    hosts = RemoteHosts([RemoteAgent(1, "h2", ends[0][0])], plan, 1, tmp_path, SILENCE, door, LossPolicy(may_go_on))
     hosts.listen()
     begun = time.monotonic()
     assert [*hosts.welcome(set())] == [1]

@@ -72,6 +72,14 @@ def test_an_agent_that_was_started_by_hand_goes_on(monkeypatch: pytest.MonkeyPat
     assert Slurm().is_current()
 
 
+def test_a_job_that_may_not_be_queued_again_is_not_by_a_node_that_has_lost_the_first(
+    answers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [Slurm(max_requeues=most).requeues for most in (0, 1, 2)] == [False, False, True]
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert not Slurm().requeues  # started by hand
+
+
 @pytest.mark.parametrize(
     ("code", "said", "is_queued"),
     [

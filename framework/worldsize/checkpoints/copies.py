@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from worldsize.checkpoints.pieces import Layout, Piece, copied, gathered_layout
+from worldsize.checkpoints.pieces import Layout, copied, gathered_layout
+from worldsize.checkpoints.placements import Piece
 from worldsize.checkpoints.tree import split
 from worldsize.collectives.step_timer import started, wait
 from worldsize.core import StateDict
@@ -29,6 +30,7 @@ class Generation:
         skipped: Steps up to it whose update was skipped.
         values: The plain values of the state, see :func:`worldsize.checkpoints.tree.split`.
         elements: Number of elements of all tensors of the state.
+        dtypes: Those of all tensors of the state, by name.
         parts: Tensors in host memory, each of the shape of its part.
     """
 
@@ -37,6 +39,7 @@ class Generation:
     skipped: int
     values: Any
     elements: int
+    dtypes: Mapping[str, torch.dtype]
     parts: Mapping[Piece, Tensor]
 
 
@@ -93,13 +96,14 @@ class ShardCopies:
         """
         self._finish()
         tensors, values = split({part: child for part, child in state.items() if part != "strategy"})
-        if self._layout is None or self._layout.names != tensors.keys():
+        if self._layout is None or self._layout.dtypes.keys() != tensors.keys():
             self._layout = gathered_layout(tensors, self._group, *self._place)
             self._free = []
         buffers = self._free.pop() if self._free else _Buffers(self._layout, self._rank, self._device)
         buffers.fill(tensors)
         elements = sum(tensor.numel() for tensor in tensors.values())
-        generation = Generation(self._number, step, skipped, values, elements, buffers.own)
+        dtypes = self._layout.dtypes
+        generation = Generation(self._number, step, skipped, values, elements, dtypes, buffers.own)
         self._flight = (generation, buffers, buffers.sent(self._group) if self._group else None)
         self.is_unused = False
         self._at("copies:sent")

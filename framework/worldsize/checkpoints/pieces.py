@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from worldsize.checkpoints.placements import Inventory, Piece, elements_in, inventory_of, placements_of
 from worldsize.checkpoints.shards import box_of, slices_in
 from worldsize.checkpoints.validation import Box
 from worldsize.collectives.per_rank import local
@@ -21,31 +21,11 @@ _SMALL = 4096  # bytes of a part that is kept by all who hold it, such as an opt
 
 
 @final
-@dataclass(frozen=True, order=True)
-class Piece:
-    """A part of a tensor: its name, and the (begin, end) of the part in each dimension."""
-
-    name: str
-    box: Box
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Shape of the part."""
-        return tuple(end - begin for begin, end in self.box)
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of the part."""
-        return math.prod(self.sizes)
-
-
-@final
 @dataclass(frozen=True)
 class Held:
-    """Lists what one rank holds of the state, and names its host and its part of the data."""
+    """Says what one rank holds of the state, and names its host and its part of the data."""
 
-    pieces: Sequence[Piece]
-    dtypes: Mapping[str, torch.dtype]
+    inventory: Inventory
     host: str
     part: int | None = None  # None: it has one of its own
 
@@ -96,36 +76,30 @@ class Layout:
     Two ranks keep each part, if possible on two hosts, and of two parts of the data. If several such ranks hold it, two
     of them do, in turns, and nothing is sent; what is small all of them keep. The only rank that holds a part keeps it,
     and sends a copy to its peer; of several that all train one part of the data, one does.
+
+    Args:
+        held: What each rank holds.
+        dtypes: Those of all tensors of the state, by name.
     """
 
-    def __init__(self, held: Sequence[Held], names: Collection[str] = ()) -> None:
-        self.names = set(names)
-        """Names of all tensors of the state."""
-        self._dtypes = {name: dtype for each in held for name, dtype in each.dtypes.items()}
+    def __init__(self, held: Sequence[Held], dtypes: Mapping[str, torch.dtype]) -> None:
+        self.dtypes = {name: dtypes[name] for name in sorted(dtypes)}
+        """Those of all tensors of the state, by name."""
+        self.placements = placements_of([each.inventory for each in held])
+        """Who holds which parts, the largest first."""
+        self.placements.sort(key=lambda each: (-max(map(elements_in, each.ranks)), each.tensors))
         self._hosts = [each.host for each in held]
         self._parts = [rank if each.part is None else each.part for rank, each in enumerate(held)]
-        holders: dict[Piece, list[int]] = {}
-        for rank, each in enumerate(held):
-            for piece in each.pieces:
-                holders.setdefault(piece, []).append(rank)
-        several = {piece for piece, ranks in holders.items() if self._die_apart(ranks)}
-        shared = sorted(several, key=lambda each: (-self.bytes(each), each))
-        self._sole: list[list[Piece]] = [[] for _ in held]
-        self._kept: list[list[Piece]] = [[] for _ in held]
-        for place, piece in enumerate(each for each in holders if each not in several):
-            self._sole[holders[piece][place % len(holders[piece])]].append(piece)
-        for place, piece in enumerate(shared):
-            for rank in self._keepers(piece, holders[piece], place):
-                self._kept[rank].append(piece)
+        self._has_one_part = len(set(self._parts)) == 1
         self._distance = self._best_distance()
 
     def sole(self, rank: int) -> list[Piece]:
-        """Return the parts that only this rank holds; it keeps them, and so does its peer."""
-        return self._sole[rank]
+        """Return the parts that only this rank keeps of those who hold them, and so does its peer."""
+        return [piece for piece, keepers in self._keepers(rank) if len(keepers) == 1]
 
     def kept(self, rank: int) -> list[Piece]:
         """Return the parts that this rank keeps, and other ranks, which hold them, too."""
-        return self._kept[rank]
+        return [piece for piece, keepers in self._keepers(rank) if len(keepers) > 1]
 
     def peer(self, rank: int) -> int:
         """Return the rank that keeps copies of what only ``rank`` holds."""
@@ -137,7 +111,7 @@ class Layout:
 
     def bytes(self, piece: Piece) -> int:
         """Return the size of a part."""
-        return piece.elements * self._dtypes[piece.name].itemsize
+        return piece.elements * self.dtypes[piece.name].itemsize
 
     def placed(self, pieces: Sequence[Piece]) -> tuple[list[int], int]:
         """Return the offset of each part in a buffer that holds them all, and the size of the buffer, in bytes."""
@@ -151,48 +125,70 @@ class Layout:
         """Return the parts in a buffer, bytes (n,), each with its dtype and shape."""
         offsets, _ = self.placed(pieces)
         return {
-            piece: buffer[offset : offset + self.bytes(piece)].view(self._dtypes[piece.name]).view(piece.sizes)
+            piece: buffer[offset : offset + self.bytes(piece)].view(self.dtypes[piece.name]).view(piece.sizes)
             for piece, offset in zip(pieces, offsets, strict=True)
         }
 
-    def _keepers(self, piece: Piece, ranks: Sequence[int], place: int) -> Sequence[int]:
+    def _keepers(self, rank: int) -> Iterator[tuple[Piece, Sequence[int]]]:
+        """Yield each part that a rank holds and keeps, and the ranks that do so."""
+        names, turns = list(self.dtypes), 0
+        for placement in self.placements:
+            for number, (box, ranks) in enumerate(placement.ranks.items()):
+                if rank in ranks:
+                    die_apart = self._die_apart(ranks)
+                    for turn, tensor in enumerate(placement.tensors, turns + number):
+                        piece = Piece(names[tensor], box)
+                        keepers = self._chosen(piece, ranks, turn) if die_apart else [ranks[turn % len(ranks)]]
+                        if rank in keepers:
+                            yield piece, keepers
+            turns += len(placement.tensors)
+
+    def _chosen(self, piece: Piece, ranks: Sequence[int], turn: int) -> Sequence[int]:
+        """Return those that keep a part that several ranks hold."""
         if self.bytes(piece) <= _SMALL:
             return ranks
-        first = place % len(ranks)
-        others = [*ranks[first + 1 :], *ranks[:first]]
-        elsewhere = [rank for rank in others if self._hosts[rank] != self._hosts[ranks[first]]]
-        return ranks[first], (elsewhere or others)[0]
+        first, following = (ranks[(turn + step) % len(ranks)] for step in (0, 1))
+        others = (ranks[(turn + step) % len(ranks)] for step in range(1, len(ranks)))
+        return first, next((rank for rank in others if self._hosts[rank] != self._hosts[first]), following)
 
     def _best_distance(self) -> int:
         """Return the distance to the peers at which the fewest have theirs on their own host; 0: there is none.
 
         Of several such distances it is the one at which the fewest train the same part of the data as their peer.
         """
-        size = len(self._hosts)
-
-        def at_home(distance: int) -> tuple[int, int]:
-            pairs = [(rank, (rank + distance) % size) for rank in range(size)]
-            same_host = sum(self._hosts[rank] == self._hosts[peer] for rank, peer in pairs)
-            return same_host, sum(self._parts[rank] == self._parts[peer] for rank, peer in pairs)
-
-        return min(range(1, size), key=at_home, default=0)
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(self._hosts))}
+        hosts_r, parts_r = torch.tensor([numbers[host] for host in self._hosts]), torch.tensor(self._parts)
+        best, fewest = 0, (len(self._hosts) + 1, 0)
+        for distance in range(1, len(self._hosts)):
+            at_home = _shared_at(distance, hosts_r), _shared_at(distance, parts_r)
+            if at_home < fewest:
+                best, fewest = distance, at_home
+            if at_home == (0, 0):
+                break
+        return best
 
     def _die_apart(self, ranks: Sequence[int]) -> bool:
         """Return whether several ranks hold a part, and do not all train the one part of the data of several."""
-        is_one_part = len({self._parts[rank] for rank in ranks}) == 1 < len(set(self._parts))
+        is_one_part = not self._has_one_part and len({self._parts[rank] for rank in ranks}) == 1
         return len(ranks) > 1 and not is_one_part
+
+
+def _shared_at(distance: int, values_r: Tensor) -> int:
+    """Return how many ranks have the same value as the one at a distance."""
+    return int(torch.count_nonzero(values_r == values_r.roll(-distance)))
 
 
 def gathered_layout(
     tensors: Mapping[str, Tensor], group: ProcessGroup | None, host: str, part: int | None = None
 ) -> Layout:
     """Gather who holds which parts of ``tensors``, of any shapes; all ranks of ``group`` must call it (None: one)."""
-    return Layout(all_of(held_of(tensors, pieces_of(tensors), host, part), group), tensors)
+    dtypes = dtypes_of(tensors)
+    return Layout(all_of(Held(inventory_of(pieces_of(tensors).values(), dtypes), host, part), group), dtypes)
 
 
-def held_of(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], host: str, part: int | None) -> Held:
-    """Return what this rank says of the ``pieces`` that it holds of ``tensors``, of any shapes."""
-    return Held([*pieces.values()], {name: tensors[name].dtype for name in pieces}, host, part)
+def dtypes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor."""
+    return {name: tensor.dtype for name, tensor in tensors.items()}
 
 
 def all_of(value: Any, group: ProcessGroup | None) -> list[Any]:
@@ -209,8 +205,3 @@ def copied(tensors: Mapping[str, Tensor], views: Mapping[Piece, Tensor]) -> None
     if views:
         sources = [local(tensors[piece.name]).detach() for piece in views]
         torch._foreach_copy_(list(views.values()), sources, non_blocking=True)
-
-
-def missing_elements(pieces: Collection[Piece], total: int) -> int:
-    """Return how many of the ``total`` elements of the state are in none of ``pieces``, which do not overlap."""
-    return total - sum(piece.elements for piece in pieces)

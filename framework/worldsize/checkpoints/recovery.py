@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -13,10 +13,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.checkpoints.copies import Generation
-from worldsize.checkpoints.pieces import Held, Layout, Piece, all_of, cut, held_of, missing_elements, pieces_of
-from worldsize.checkpoints.shards import overlap
+from worldsize.checkpoints.pieces import Held, Layout, all_of, cut, dtypes_of, pieces_of
+from worldsize.checkpoints.placements import (
+    Inventory,
+    Piece,
+    TensorPlacement,
+    check_same,
+    elements_in,
+    inventory_of,
+    placements_of,
+)
+from worldsize.checkpoints.transfers import Transfer, handed_to, transfers_of
 from worldsize.checkpoints.tree import join, ordered_like, split
-from worldsize.checkpoints.validation import Box
 from worldsize.collectives.per_rank import local
 from worldsize.collectives.step_timer import wait
 from worldsize.core import StateDict
@@ -36,7 +44,7 @@ class _Offer:
     step: int
     number: int
     elements: int
-    pieces: Sequence[Piece]
+    inventory: Inventory
 
 
 @final
@@ -78,6 +86,9 @@ class Recovery:
     Attributes:
         layout: Who holds what now.
         facts: Those of the first rank.
+
+    Raises:
+        CheckpointError: the tensors of two states differ in names or dtypes.
     """
 
     def __init__(
@@ -93,12 +104,14 @@ class Recovery:
         self._template, self._own, self._group = template, own, group
         self._tensors, _ = split({part: child for part, child in template.items() if part != "strategy"})
         self._pieces = pieces_of(self._tensors)
-        offers = [_Offer(each.step, each.number, each.elements, list(each.parts)) for each in own]
-        held = held_of(self._tensors, self._pieces, host, part)
+        dtypes = dtypes_of(self._tensors)
+        held = Held(inventory_of(self._pieces.values(), dtypes), host, part)
         is_first = group is None or group.rank() == 0
-        accounts: list[_Account] = all_of(_Account(offers, held, facts if is_first else None), group)
-        self._offers, self._held = [each.offers for each in accounts], [each.held for each in accounts]
-        self.layout = Layout(self._held, self._tensors)
+        accounts: list[_Account] = all_of(_Account(_offers_of(own), held, facts if is_first else None), group)
+        offered = [offer.inventory for each in accounts for offer in each.offers]
+        check_same([held.inventory, *offered])
+        self._offers = [each.offers for each in accounts]
+        self.layout = Layout([each.held for each in accounts], dtypes)
         self.facts = accounts[0].facts
 
     def run(self) -> Recovered | None:
@@ -120,7 +133,8 @@ class Recovery:
         values, skipped = facts
         targets = {piece: local(self._tensors[name]).detach() for name, piece in self._pieces.items()}
         exchange = _Exchange(self._group, targets, kept.parts if kept else {})
-        exchange.run(_transfers(keepers, [each.pieces for each in self._held]))
+        rank = self._group.rank() if self._group else 0
+        exchange.run(transfers_of(rank, keepers, self.layout.placements, [*self.layout.dtypes]))
         return Recovered(key[0], skipped, ordered_like(join(values, self._tensors), self._template), kept)
 
 
@@ -140,53 +154,47 @@ def handed_over(own: Sequence[Generation], group: ProcessGroup, ranks: int) -> l
     Raises:
         CheckpointError: parts of each generation are lost.
     """
-    offers = [_Offer(each.step, each.number, each.elements, list(each.parts)) for each in own]
-    gathered: list[Any] = all_of(offers, group)
+    gathered: list[Sequence[_Offer]] = all_of(_offers_of(own), group)
     if not any(gathered):
         return [*own]
-    key, keepers = _newest_complete(gathered)
-    kept = next((each for each in own if (each.step, each.number) == key), None)
-    dtypes = {piece.name: part.dtype for piece, part in kept.parts.items()} if kept else {}
-    known = {name: dtype for theirs in all_of(dtypes, group) for name, dtype in theirs.items()}
-    step, number = key
-    values, skipped, elements = _from_first(
-        (kept.values, kept.skipped, kept.elements) if kept else None, keepers, group
-    )
-    orphans = [piece for piece in sorted(keepers) if min(keepers[piece]) >= ranks]
-    given = [_Transfer(keepers[each][0], place % ranks, each, each, each.box) for place, each in enumerate(orphans)]
+    (step, number), keepers = _newest_complete(gathered)
+    kept = next((each for each in own if (each.step, each.number) == (step, number)), None)
+    facts = (kept.values, kept.skipped, kept.elements, kept.dtypes) if kept else None
+    values, skipped, elements, dtypes = _from_first(facts, keepers, group)
+    given = handed_to(ranks, group.rank(), keepers, sorted(dtypes))
     mine = [each.kept for each in given if each.target == group.rank()]
-    received = {piece: torch.empty(piece.sizes, dtype=known[piece.name]) for piece in mine}
+    received = {piece: torch.empty(piece.sizes, dtype=dtypes[piece.name]) for piece in mine}
     before = kept.parts if kept else {}
-    _Exchange(group, received, before).run(iter(given))
+    _Exchange(group, received, before).run(given)
     dist.barrier(group=group)  # those that wait from now on leave the group
     others = [each for each in own if each is not kept]
-    return [Generation(number, step, skipped, values, elements, {**before, **received}), *others]
+    return [Generation(number, step, skipped, values, elements, dtypes, {**before, **received}), *others]
 
 
-def _from_first(value: Any, keepers: Mapping[Piece, Sequence[int]], group: ProcessGroup | None) -> Any:
+def _offers_of(own: Sequence[Generation]) -> list[_Offer]:
+    return [_Offer(each.step, each.number, each.elements, inventory_of(each.parts, each.dtypes)) for each in own]
+
+
+def _from_first(value: Any, keepers: Sequence[TensorPlacement], group: ProcessGroup | None) -> Any:
     """Return the plain value of the first rank that keeps a part."""
     values = [value]
     if group is not None:
-        source = min(rank for ranks in keepers.values() for rank in ranks)
+        source = min(rank for placement in keepers for ranks in placement.ranks.values() for rank in ranks)
         dist.broadcast_object_list(values, group=group, group_src=source)
     return values[0]
 
 
-def _newest_complete(offers: Sequence[Sequence[_Offer]]) -> tuple[_Key, Mapping[Piece, list[int]]]:
-    """Return the newest generation of which no part is lost, and who keeps each part."""
-    keepers: dict[_Key, dict[Piece, list[int]]] = {}
-    elements: dict[_Key, int] = {}
-    for rank, theirs in enumerate(offers):
-        for offer in theirs:
-            elements[offer.step, offer.number] = offer.elements
-            pieces = keepers.setdefault((offer.step, offer.number), {})
-            for piece in offer.pieces:
-                pieces.setdefault(piece, []).append(rank)
-    lost = {key: missing_elements(keepers[key], elements[key]) for key in keepers}
-    for key in sorted(keepers, reverse=True):
+def _newest_complete(offers: Sequence[Sequence[_Offer]]) -> tuple[_Key, list[TensorPlacement]]:
+    """Return the newest generation of which no part is lost, and who keeps its parts."""
+    elements = {(offer.step, offer.number): offer.elements for theirs in offers for offer in theirs}
+    lost: dict[_Key, int] = {}
+    for key in sorted(elements, reverse=True):
+        by_rank = ({(each.step, each.number): each.inventory for each in theirs} for theirs in offers)
+        keepers = placements_of([inventories.get(key) for inventories in by_rank])
+        lost[key] = elements[key] - sum(len(each.tensors) * sum(map(elements_in, each.ranks)) for each in keepers)
         if lost[key] == 0:
-            return key, keepers[key]
-    step, number = max(keepers)
+            return key, keepers
+    step, number = max(elements)
     raise CheckpointError(
         f"{lost[step, number]} of {elements[step, number]} numbers of the state after step {step} are lost: the "
         "processes that kept them have died together. The run goes on from its last checkpoint if "
@@ -194,37 +202,7 @@ def _newest_complete(offers: Sequence[Sequence[_Offer]]) -> tuple[_Key, Mapping[
     )
 
 
-@final
-@dataclass(frozen=True)
-class _Transfer:
-    """A part of a kept part, from the rank that sends it to one that needs it as a part of its own."""
-
-    source: int
-    target: int
-    kept: Piece
-    needed: Piece
-    box: Box
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return Piece(self.kept.name, self.box).sizes
-
-
-def _transfers(keepers: Mapping[Piece, list[int]], needed: Sequence[Sequence[Piece]]) -> Iterator[_Transfer]:
-    """Yield what is sent, in the same order on all ranks; a rank takes from itself what it can."""
-    by_name: dict[str, list[Piece]] = {}
-    for piece in sorted(keepers):
-        by_name.setdefault(piece.name, []).append(piece)
-    for target, pieces in enumerate(needed):
-        for place, need in enumerate(pieces):
-            for kept in by_name.get(need.name, ()):
-                if (box := overlap(kept.box, need.box)) is not None:
-                    ranks = keepers[kept]
-                    source = target if target in ranks else ranks[(target + place) % len(ranks)]
-                    yield _Transfer(source, target, kept, need, box)
-
-
-def _divided(transfer: _Transfer, most: int) -> Iterator[_Transfer]:
+def _divided(transfer: Transfer, most: int) -> Iterator[Transfer]:
     """Yield a transfer in parts of at most ``most`` elements, halved along their longest dimensions."""
     sizes = transfer.sizes
     if math.prod(sizes) <= max(1, most):
@@ -248,16 +226,16 @@ class _Exchange:
         self._group, self._parts, self._targets = group, parts, targets
         self._rank, self._size = (group.rank(), group.size()) if group else (0, 1)
 
-    def run(self, transfers: Iterator[_Transfer]) -> None:
-        """Make those of ``transfers`` that concern this rank; all ranks must call it."""
+    def run(self, transfers: Iterable[Transfer]) -> None:
+        """Make the transfers of this rank; all ranks must call it."""
         at_once = _ROUND // self._size
-        rounds: dict[int, list[_Transfer]] = {}
+        rounds: dict[int, list[Transfer]] = {}
         sums: dict[tuple[int, int], int] = {}
         for each in transfers:
             pair = (each.source, each.target)
             if pair == (self._rank, self._rank):
                 self._target(each).copy_(self._source(each))
-            elif self._rank in pair:
+            else:
                 for part in _divided(each, at_once // self._dtype(each).itemsize):
                     rounds.setdefault(sums.get(pair, 0) // at_once, []).append(part)
                     sums[pair] = sums.get(pair, 0) + self._bytes(part)
@@ -267,7 +245,7 @@ class _Exchange:
             for number in range(int(last) + 1):
                 self._round(rounds.get(number, []), self._group)
 
-    def _round(self, transfers: Sequence[_Transfer], group: ProcessGroup) -> None:
+    def _round(self, transfers: Sequence[Transfer], group: ProcessGroup) -> None:
         sent = sorted((each for each in transfers if each.source == self._rank), key=lambda each: each.target)
         taken = sorted((each for each in transfers if each.target == self._rank), key=lambda each: each.source)
         to, from_ = [0] * self._size, [0] * self._size
@@ -282,7 +260,7 @@ class _Exchange:
         for each, place in self._places(taken, answer):
             self._target(each).copy_(place)
 
-    def _places(self, transfers: Sequence[_Transfer], message: Tensor) -> Iterator[tuple[_Transfer, Tensor]]:
+    def _places(self, transfers: Sequence[Transfer], message: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
         """Yield the place of each part in a message, with the shape and dtype of the part."""
         offset = 0
         for each in transfers:
@@ -291,17 +269,17 @@ class _Exchange:
             yield each, message[offset : offset + size].view(dtype).view(each.sizes)
             offset += self._bytes(each)
 
-    def _bytes(self, each: _Transfer) -> int:
+    def _bytes(self, each: Transfer) -> int:
         size = self._dtype(each).itemsize * Piece(each.kept.name, each.box).elements
         return -(-size // _ALIGNED) * _ALIGNED
 
-    def _dtype(self, each: _Transfer) -> torch.dtype:
+    def _dtype(self, each: Transfer) -> torch.dtype:
         kept = self._parts.get(each.kept) if each.source == self._rank else self._targets[each.needed]
         assert kept is not None
         return kept.dtype
 
-    def _source(self, each: _Transfer) -> Tensor:
+    def _source(self, each: Transfer) -> Tensor:
         return cut(self._parts[each.kept], each.kept.box, each.box)
 
-    def _target(self, each: _Transfer) -> Tensor:
+    def _target(self, each: Transfer) -> Tensor:
         return cut(self._targets[each.needed], each.needed.box, each.box)

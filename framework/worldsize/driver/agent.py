@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -21,10 +22,11 @@ from worldsize.core import Plan
 from worldsize.driver.examine import examine
 from worldsize.driver.host_check import check_hosts, facts_of
 from worldsize.driver.restarts import run_attempts
-from worldsize.errors import ConfigError
-from worldsize.launch.agent_connection import RemoteAgent
+from worldsize.errors import ConfigError, FirstHostLostError
+from worldsize.launch.agent_connection import AgentConnection, RemoteAgent
 from worldsize.launch.agents import Follower, Lead
 from worldsize.launch.handshake import Message
+from worldsize.launch.lost_link import come_back, is_left_behind
 from worldsize.launch.meeting import Door, gather, reach
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import read_key
@@ -32,6 +34,8 @@ from worldsize.records.lock import is_locked
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened
 from worldsize.world.environments import Node, job_of, lost_first, meeting_name, node, port_of
+
+_logger = logging.getLogger(__name__)
 
 _POLL = 0.5  # seconds
 
@@ -65,11 +69,28 @@ def agent(run: RunDirectory) -> int:
         return examine(settings, launcher, plan, run, place, port=_port(settings, run))
     if place.rank == 0:
         return _lead(settings, launcher, plan, run, place)
+    return _follow(settings, launcher, plan, run, place)
+
+
+def _follow(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node) -> int:
     waits = _waits(settings, launcher)
     if settings.heals:  # its processes must have ended before the others go on without them
         waits["silence"] /= 2
-    connection = reach(place, _port(settings, run), read_key(run.path), facts=facts_of(settings.recipe, place), **waits)
-    return Follower(launcher, plan, place, connection).follow()
+    facts, silence = facts_of(settings.recipe, place), launcher.node_timeout
+    join = partial(reach, place, _port(settings, run), read_key(run.path), facts=facts, **waits)
+    connection: AgentConnection | None = join()
+    while connection:
+        follower = Follower(launcher, plan, place, connection)
+        try:
+            return follower.follow()
+        except FirstHostLostError as error:
+            connection.close()  # a first host that only slept must notice it
+            may_wait = settings.heals and launcher.requeues and not follower.is_asked  # else it is killed soon
+            if not (may_wait and is_left_behind(connection, run, silence)):
+                raise
+            _logger.error("%s It goes on without this one, which joins again once it reaches it.", error)
+        connection = come_back(run, partial(join, patience=0.0), silence)
+    return 0
 
 
 def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node) -> int:

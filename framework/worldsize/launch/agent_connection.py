@@ -31,6 +31,11 @@ class AgentConnection:
         self._connection, self._seal, self._patience = connection, seal, patience
         self._sending = threading.Lock()
 
+    @property
+    def name(self) -> str:
+        """The name of this connection: the same at both ends, and that of no other one."""
+        return self._seal.name
+
     def send(self, **message: Any) -> None:
         """Send one message; an empty one is a heartbeat. Raise OSError if that fails."""
         with self._sending:

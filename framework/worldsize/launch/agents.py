@@ -6,7 +6,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -19,6 +19,7 @@ from worldsize.errors import FirstHostLostError
 from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
 from worldsize.launch.gang import Gang
 from worldsize.launch.handshake import Message
+from worldsize.launch.lost_link import LossPolicy
 from worldsize.launch.mailbox import Mailbox
 from worldsize.launch.meeting import Door
 from worldsize.launch.node import NodeLauncher, Rendezvous, health_processes, start_process
@@ -40,13 +41,14 @@ class Lead(NodeLauncher, Launcher):
     node: Node = field(default_factory=Node)
     others: list[RemoteAgent] = field(default_factory=list)
     door: Door | None = None  # where hosts of a gang that heals come back
-    keeps_hosts: Callable[[], bool] = lambda: True  # whether it may go on without a lost host
+    losses: LossPolicy = field(default_factory=LossPolicy)  # whether it may go on without a lost host
 
     @staticmethod
     def of(launcher: NodeLauncher, node: Node, others: list[RemoteAgent], door: Door | None = None) -> Lead:
         """Build the launcher of the first host, with the grace periods of ``launcher``."""
         own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
-        return Lead(**own, node=node, others=others, door=door, keeps_hosts=launcher.is_current)
+        losses = LossPolicy(launcher.is_current, launcher.requeues, launcher.node_timeout)
+        return Lead(**own, node=node, others=others, door=door, losses=losses)
 
     @property
     def other_hosts(self) -> Sequence[str]:
@@ -60,8 +62,8 @@ class Lead(NodeLauncher, Launcher):
         port: int = listener.getsockname()[1]
         rendezvous, remote = _rendezvous(plan, address, port, address), None
         if heals(plan.roles):
-            folder, patience, may_go_on = rendezvous.folder, self.node_timeout, self.keeps_hosts
-            remote = RemoteHosts(self.others, plan, port, folder, patience, self.door, may_go_on)
+            folder, patience = rendezvous.folder, self.node_timeout
+            remote = RemoteHosts(self.others, plan, port, folder, patience, self.door, self.losses)
         for other in () if remote else self.others:
             other.outcome = None
             with suppress(OSError):  # noticed when its messages are received
@@ -187,6 +189,7 @@ class Follower:
         self._attempt = 0
         self._aborted = -1  # the last aborted attempt, which may not have begun here
         self._is_lost = False  # the first host is lost, and with it every attempt that it has announced
+        self.is_asked = False  # by a signal, to save and end
 
     def follow(self) -> int:
         """Take part in every attempt until the first host reports the end of the run; return the exit code.
@@ -235,6 +238,7 @@ class Follower:
                 for helper in health_processes(plan, self._node):
                     stack.enter_context(helper)
                 is_heard = outpost.run()
+            self.is_asked = outpost.is_asked
         finally:
             shutil.rmtree(rendezvous.folder, ignore_errors=True)
         if not is_heard:  # nor told of an end: a first host that only slept must notice that this one has lost it

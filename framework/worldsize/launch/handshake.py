@@ -16,6 +16,7 @@ The functions here do no I/O: they are generators that yield the bytes to send a
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import secrets
@@ -60,12 +61,14 @@ class Admitted(NamedTuple):
 class MessageSeal:
     """Authenticates the messages of one connection: JSON with a length prefix, and a tag with the message's number.
 
-    A tag is an HMAC of the message's number in its direction and of its bytes.
+    A tag is an HMAC of the message's number in its direction and of its bytes. ``name`` is the same at both ends, and
+    that of no other connection.
     """
 
     def __init__(self, *, sending: bytes, receiving: bytes) -> None:
         self._sending, self._receiving = sending, receiving  # keys
         self._sent = self._received = 0
+        self.name = hashlib.sha256(b"".join(sorted((sending, receiving)))).hexdigest()[:16]
 
     def seal(self, message: Message) -> bytes:
         """Encode the next message to send."""

@@ -50,6 +50,11 @@ class NodeLauncher(LaunchMethod):
     node_timeout: Annotated[float, SECONDS] = 10.0  # seconds without a heartbeat after which a host is lost
     terminal_logs: bool = True  # show each process's output with its "[worker 3]" prefix
 
+    @property
+    def requeues(self) -> bool:
+        """Whether a host that has lost the first one has the run queued again; all share its folder then."""
+        return False
+
     def is_current(self) -> bool:
         """Return whether no other start of the run may go on with it; asked on the first host when another is lost."""
         return True

@@ -42,10 +42,10 @@ class Outpost:
         self._start, self._mail, self._connection, self._attempt = start, mail, connection, attempt
         self._members: dict[int, Member] = {}  # those that run, by global rank
         self._beats: dict[int, Beat | None] = {}
+        self.is_asked = False  # by a signal, to save and end
 
     def run(self) -> bool:
         """Work until the first host ends the attempt, or is lost; return whether it is not. No process is left then."""
-        asked = False
         with Signals() as signals:
             try:
                 while True:
@@ -65,11 +65,12 @@ class Outpost:
                             self._report_end(members[ready])
                         else:
                             self._pass_on(pipes[ready])
-                    if signals.seen and not asked:  # they agree with those of the other hosts on when they save
-                        asked = True
+                    if signals.seen and not self.is_asked:  # they agree with those of the other hosts on when they save
+                        self.is_asked = True
                         self._signal([*self._members], signal.SIGTERM)
                     self._report_beats()
             finally:
+                self.is_asked = bool(signals.seen)
                 self._signal([*self._members], signal.SIGKILL)
                 for member in self._members.values():
                     member.process.join()

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -18,11 +19,12 @@ from worldsize.core import Plan, Role
 from worldsize.launch.agent_connection import AgentConnection, RemoteAgent
 from worldsize.launch.first_cause import ProcessError
 from worldsize.launch.handshake import Message
+from worldsize.launch.lost_link import LossPolicy
 from worldsize.launch.meeting import Door
 from worldsize.launch.members import LostHostError, Member
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.heartbeat import Beat, write_beat
-from worldsize.world.roles import place_of, role_ranks
+from worldsize.world.roles import fewest, place_of, role_ranks
 
 _logger = logging.getLogger(__name__)
 
@@ -102,7 +104,7 @@ class RemoteHost:
         run: The run folder, which all hosts share.
         folder: Private folder of the gang, for the heartbeats and errors that arrive.
         patience: Seconds of silence after which the host is lost.
-        may_go_on: Whether the first host still leads.
+        may_go_on: Returns whether the run goes on without this host.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class RemoteHost:
         self.agent, self._attempt, self._may_go_on = agent, attempt, may_go_on
         self._run, self._folder, self._patience = run, folder, patience
         self._processes: dict[int, tuple[Member, RemoteProcess, RemotePipe]] = {}  # by global rank
-        self.is_lost = False
+        self.is_heard, self.is_lost = agent.is_there, False  # neither: it is being decided whether the run goes on
         self._listener = threading.Thread(target=self._listen, daemon=True, name=f"node {agent.rank}")
 
     def start(self, roles: Mapping[str, Role], role: str, rank: int, starts: int) -> Member:
@@ -163,11 +165,12 @@ class RemoteHost:
             while "ended" not in (message := self.agent.connection.receive()):
                 self._take(message)
         except OSError:
+            self.is_heard = False
             self._end_unless_leading()  # before the others go on
             self.lose()
 
     def _end_unless_leading(self) -> None:
-        """End this host's processes if another host leads since; a scheduler that is asked may take its time."""
+        """End this host's processes if the run goes on without them; to know that may take its time."""
         if not self._may_go_on():
             _logger.error("the host %s is lost, and this one does not lead the run any more: it ends", self.agent.host)
             os.kill(os.getpid(), signal.SIGKILL)  # the workers die with it; the record is another's
@@ -206,7 +209,7 @@ class RemoteHosts:
         folder: Private folder of the gang.
         patience: Seconds of silence after which a host is lost.
         door: Where hosts come back; None: none does.
-        may_go_on: Whether this host still leads; if it does not, it ends instead of going on without a lost one.
+        losses: Tells whether this host may go on without a lost one; if it may not, it ends.
     """
 
     def __init__(
@@ -217,11 +220,11 @@ class RemoteHosts:
         folder: Path,
         patience: float,
         door: Door | None,
-        may_go_on: Callable[[], bool] = lambda: True,
+        losses: LossPolicy,
     ) -> None:
         self._agents, self._plan, self._port = agents, plan, port
         self._folder, self._patience, self._door = folder, patience, door
-        self._may_go_on = may_go_on
+        self._losses, self._is_over = losses, False
         self.connections: list[AgentConnection] = []
         self._hosts: dict[int, RemoteHost] = {}
         for agent in agents:
@@ -256,9 +259,18 @@ class RemoteHosts:
         with suppress(OSError):  # noticed when its messages are received
             agent.connection.send(attempt=self._plan.attempt, port=self._port)
         run = RunDirectory(self._plan.run_dir)
-        host = RemoteHost(agent, self._plan.attempt, run, self._folder, self._patience, self._may_go_on)
+        may_go_on = partial(self._losses.may_lose, agent.connection, run, self._are_enough)
+        host = RemoteHost(agent, self._plan.attempt, run, self._folder, self._patience, may_go_on)
         self._hosts[agent.rank] = host
         self.connections.append(agent.connection)
+
+    def _are_enough(self) -> bool:
+        """Return whether enough hosts are heard to go on, and not none of several: this host may be cut off then."""
+        if self._is_over:
+            return True
+        heard = sum(host.is_heard for host in self._hosts.values())
+        is_alone = heard == 0 and len(self._hosts) > 1
+        return not is_alone and (1 + heard) * self._plan.cluster.processes_per_node >= fewest(self._plan.roles)
 
     def node_of(self, number: int) -> int:
         """Return the node of the process with this global rank, whether it lives or not."""
@@ -281,5 +293,6 @@ class RemoteHosts:
 
     def dismiss(self) -> None:
         """End the attempt on all hosts, and wait until it has ended."""
+        self._is_over = True
         for host in self._hosts.values():
             host.dismiss()

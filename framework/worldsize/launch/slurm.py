@@ -107,6 +107,11 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
             raise
         return None if state in _OVER else state
 
+    @property
+    def requeues(self) -> bool:
+        job = job_of(os.environ)
+        return job is not None and job.get("requeues", self.max_requeues) < self.max_requeues
+
     def is_current(self) -> bool:
         """Ask Slurm for ``node_timeout`` seconds whether this start of the job still runs.
 
@@ -147,8 +152,8 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
             # the id of one job of an array is that of the array, and so means all of them
             job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if array else "$SLURM_JOB_ID",
             python=shlex.quote(self.python or sys.executable),
-            srun_options="".join(f" {shlex.quote(word)}" for word in self._container(plans, "pyxis")),
-            agent=shlex.join([*self._container(plans, "apptainer"), python]),
+            srun_options="".join(f" {shlex.quote(word)}" for word in _container(self, plans, "pyxis")),
+            agent=shlex.join([*_container(self, plans, "apptainer"), python]),
             max_requeues=self.max_requeues,
             exclude_slow=self.exclude_slow,
             heals=heals(plans[0].roles),
@@ -156,19 +161,6 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
             spare_nodes=cluster.spare_nodes,
             excluded=shlex.quote(self.exclude or ""),
         )
-
-    def _container(self, plans: Sequence[Plan], runtime: str) -> list[str]:
-        """Return the words that open the image: options of srun (pyxis), or a command before the agent's."""
-        if self.image is None or self.container_runtime != runtime:
-            return []
-        here = Path.cwd()
-        runs = {plan.run_dir.absolute().parent for plan in plans}
-        folders = [str(here), *sorted(str(each) for each in runs if not each.is_relative_to(here)), *self.mounts]
-        if runtime == "pyxis":
-            mounts = ",".join(each if ":" in each else f"{each}:{each}" for each in folders)
-            return [f"--container-image={self.image}", f"--container-mounts={mounts}", f"--container-workdir={here}"]
-        devices = ["--nv"] if self.gpus_per_node else []
-        return ["apptainer", "exec", *devices, *(f"--bind={each}" for each in folders), f"--pwd={here}", self.image]
 
     def _options(self, cluster: Cluster, plans: Sequence[Plan], folder: Path) -> list[tuple[str, Any]]:
         named: dict[str, Any] = {
@@ -194,6 +186,20 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
         flags += [("no-kill", None)] if heals(plans[0].roles) else []
         every = [*given, ("requeue", None), *flags, *self.options.items()]
         return [(name, None if value is None else _quoted(str(value))) for name, value in every]
+
+
+def _container(launcher: Slurm, plans: Sequence[Plan], runtime: str) -> list[str]:
+    """Return the words that open the image: options of srun (pyxis), or a command before the agent's."""
+    if launcher.image is None or launcher.container_runtime != runtime:
+        return []
+    here = Path.cwd()
+    runs = {plan.run_dir.absolute().parent for plan in plans}
+    folders = [str(here), *sorted(str(each) for each in runs if not each.is_relative_to(here)), *launcher.mounts]
+    if runtime == "pyxis":
+        mounts = ",".join(each if ":" in each else f"{each}:{each}" for each in folders)
+        return [f"--container-image={launcher.image}", f"--container-mounts={mounts}", f"--container-workdir={here}"]
+    devices = ["--nv"] if launcher.gpus_per_node else []
+    return ["apptainer", "exec", *devices, *(f"--bind={each}" for each in folders), f"--pwd={here}", launcher.image]
 
 
 def _quoted(value: str) -> str:

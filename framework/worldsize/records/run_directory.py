@@ -60,6 +60,10 @@ class RunDirectory:
         """The file by which a process that waits for others asks all to write what they do."""
         return self.path / "logs" / f"hang_{attempt}"
 
+    def lost_link(self, connection: str) -> Path:
+        """The file that belongs to one of the two hosts which have lost this connection: the one that creates it."""
+        return self.path / "logs" / f"lost_{connection}"
+
     def listener_lock(self, name: str) -> Path:
         """The lock file of the listeners of that name, one per attempt."""
         return self.path / "logs" / f"{name}.lock"

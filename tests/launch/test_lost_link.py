@@ -1,0 +1,261 @@
+"""One of two hosts that do not hear each other any more decides what becomes of the run, and the other obeys."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worldsize.core import Cluster, Plan, Role
+from worldsize.errors import FirstHostLostError, WorldsizeError
+from worldsize.launch import lost_link
+from worldsize.launch.agent_connection import AgentConnection, RemoteAgent
+from worldsize.launch.handshake import MessageSeal
+from worldsize.launch.lost_link import LossPolicy, come_back, decide, is_left_behind
+from worldsize.launch.mailbox import Mailbox
+from worldsize.launch.remote import RemoteHosts
+from worldsize.records.lock import run_lock
+from worldsize.records.run_directory import RunDirectory
+
+PATIENCE = 0.2  # seconds, that of a host which waits for a word of the first
+_open: list[AgentConnection] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """Close the connections of a test after it."""
+    yield
+    while _open:
+        _open.pop().close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    (tmp_path / "logs").mkdir()
+    return RunDirectory(tmp_path)
+
+
+def connected(node: int) -> tuple[AgentConnection, AgentConnection]:
+    """Connect the first host with another; return the ends of both."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    keys = {"one": b"%032d" % node, "other": b"%032d" % -node}
+    first = AgentConnection(ours, MessageSeal(sending=keys["one"], receiving=keys["other"]), 10.0)
+    other = AgentConnection(theirs, MessageSeal(sending=keys["other"], receiving=keys["one"]), 10.0)
+    _open.extend((first, other))
+    return first, other
+
+
+class First:
+    """The agent of a first host with ``count`` others, whose ends of the connections are ``others``."""
+
+    def __init__(self, run: RunDirectory, count: int, policy: LossPolicy, min_processes: int | None = None) -> None:
+        pairs = {node: connected(node) for node in range(1, count + 1)}
+        self.others = {node: other for node, (_, other) in pairs.items()}
+        cluster = Cluster("slurm", nodes=count + 1, processes=count + 1, device="cpu", backend="gloo")
+        role = Role(count + 1, restart="heal", min_processes=min_processes)
+        plan = Plan(run.path, cluster, {"worker": role}, {})
+        agents = [RemoteAgent(node, f"h{node + 1}", first) for node, (first, _) in pairs.items()]
+        self.hosts = RemoteHosts(agents, plan, 1, run.path, 10.0, None, policy)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Notice within the block that hosts are lost; at its end all are, and the attempt is over."""
+        self.hosts.listen()
+        yield
+        for other in self.others.values():
+            other.close()
+        self.hosts.dismiss()
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> Mailbox[int]:
+    """The signals by which the first host ends itself."""
+    signals: Mailbox[int] = Mailbox()
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.put(number) if pid == os.getpid() else None)
+    return signals
+
+
+def eventually(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def shared(patience: float = PATIENCE) -> LossPolicy:
+    return LossPolicy(is_shared=True, patience=patience)
+
+
+def test_one_of_two_hosts_decides_even_if_both_do_at_the_same_time(run: RunDirectory) -> None:
+    for number in range(50):
+        file, both, won = run.lost_link(str(number)), threading.Barrier(2), list[bool]()
+
+        def race(file: Path = file, both: threading.Barrier = both, won: list[bool] = won) -> None:
+            both.wait()
+            won.append(decide(file))
+
+        threads = [threading.Thread(target=race) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(won) == [False, True]
+
+
+def test_both_ends_of_a_connection_know_it_by_the_same_name_and_no_other() -> None:
+    names = [(first.name, other.name) for first, other in map(connected, (1, 2))]
+    assert [first for first, _ in names] == [other for _, other in names]
+    assert len({first for first, _ in names}) == 2
+
+
+def test_a_host_that_alone_loses_the_first_learns_that_it_goes_on(run: RunDirectory, killed: Mailbox[int]) -> None:
+    first = First(run, 2, shared(30.0))
+    with first.listening():
+        first.others[1].close()
+        assert is_left_behind(first.others[1], run, 30.0)
+        assert not run.lost_link(first.others[2].name).exists()
+    assert not killed.arrival.poll()
+
+
+def test_a_host_that_hears_nothing_of_a_dead_first_one_takes_the_run_over(run: RunDirectory) -> None:
+    _, other = connected(1)
+    begun = time.monotonic()
+    assert not is_left_behind(other, run, PATIENCE)
+    assert time.monotonic() - begun > 1.5 * PATIENCE
+
+
+def test_a_first_host_that_slept_ends_if_another_has_taken_the_run_over(
+    run: RunDirectory, killed: Mailbox[int]
+) -> None:
+    """The scheduler does not know it yet: it is asked between the decision and the command."""
+    first = First(run, 2, shared())
+    assert not is_left_behind(first.others[1], run, PATIENCE)
+    with first.listening():
+        first.others[1].close()
+        assert killed.get() == signal.SIGKILL
+
+
+def test_a_decision_about_another_connection_is_none_about_this(run: RunDirectory) -> None:
+    """Such as one of an earlier attempt, or one between the first host and another one."""
+    (earlier, _), (_, other) = connected(1), connected(2)
+    assert decide(run.lost_link(earlier.name))
+    assert not is_left_behind(other, run, PATIENCE)
+
+
+def test_a_view_of_the_folder_that_is_old_does_not_mislead(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may show for a while that a file does not exist, but it does not create it again."""
+    first, other = connected(1)
+    assert decide(run.lost_link(first.name))
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    assert is_left_behind(other, run, PATIENCE)
+
+
+def test_several_hosts_that_lose_the_first_at_once_take_over_from_one_that_is_cut_off_itself(
+    run: RunDirectory, killed: Mailbox[int]
+) -> None:
+    first = First(run, 2, shared(1.0))
+    with first.listening():
+        for other in first.others.values():
+            other.close()
+        assert not all([is_left_behind(other, run, PATIENCE) for other in first.others.values()])
+        assert killed.get() == signal.SIGKILL
+
+
+def test_a_first_host_whose_others_are_all_dead_goes_on_after_a_while(run: RunDirectory, killed: Mailbox[int]) -> None:
+    first = First(run, 2, shared())
+    with first.listening():
+        for other in first.others.values():
+            other.close()
+        eventually(lambda: all(run.lost_link(other.name).exists() for other in first.others.values()))
+    assert not killed.arrival.poll()
+
+
+@pytest.mark.parametrize(("least", "goes_on"), [(2, True), (3, False)])
+def test_a_run_that_could_not_go_on_without_a_host_is_left_to_it(
+    run: RunDirectory, killed: Mailbox[int], least: int, *, goes_on: bool
+) -> None:
+    first = First(run, 2, shared(1.0), min_processes=least)
+    with first.listening():
+        first.others[1].close()
+        assert is_left_behind(first.others[1], run, PATIENCE if not goes_on else 1.0) == goes_on
+
+
+def test_a_host_without_a_run_folder_to_share_decides_nothing(run: RunDirectory) -> None:
+    first = First(run, 1, LossPolicy())
+    with first.listening():
+        first.others[1].close()
+        eventually(lambda: first.hosts._hosts[1].is_lost)
+    assert not [*(run.path / "logs").iterdir()]
+
+
+def test_a_run_that_was_deleted_is_left_to_the_scheduler(run: RunDirectory) -> None:
+    (run.path / "logs").rmdir()
+    assert not is_left_behind(connected(1)[1], run, PATIENCE)
+
+
+def unreachable() -> AgentConnection:
+    raise WorldsizeError("the first node does not answer")
+
+
+def reason(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    view: Any = type("View", (), {"exit_reason": said})
+    monkeypatch.setattr(lost_link, "view", lambda _: view)
+
+
+def test_a_host_takes_part_again_once_it_reaches_the_first(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason(monkeypatch, "running")
+    (_, other), tries = connected(1), iter(range(3))
+    assert come_back(run, lambda: other if next(tries) == 2 else unreachable(), PATIENCE * 100) is other
+
+
+@pytest.mark.parametrize("said", ["completed", "failed", "preempted"])
+def test_a_host_that_is_left_behind_ends_with_the_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    reason(monkeypatch, said)
+    assert come_back(run, unreachable, 30.0) is None
+
+
+def test_a_host_that_is_left_behind_takes_over_if_the_first_dies_after_all(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason(monkeypatch, "running")
+    looks = iter([True, True])
+    monkeypatch.setattr(lost_link, "is_locked", lambda _: next(looks, False))
+    with pytest.raises(FirstHostLostError):
+        come_back(run, unreachable, PATIENCE)
+
+
+def test_a_lock_that_is_seen_on_the_first_host_alone_does_not_tell_that_it_died(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason(monkeypatch, "running")
+    (_, other), tries = connected(1), iter(range(5))
+    assert come_back(run, lambda: other if next(tries) == 4 else unreachable(), PATIENCE) is other
+
+
+def test_a_host_that_is_left_behind_waits_while_the_first_holds_the_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason(monkeypatch, "running")
+    begun, held = threading.Event(), time.monotonic() + 4 * PATIENCE
+
+    def join() -> AgentConnection:
+        begun.set()
+        if time.monotonic() < held:
+            raise WorldsizeError("the first node does not answer")
+        return connected(1)[1]
+
+    with run_lock(run.path):
+        assert come_back(run, join, PATIENCE) is not None
+    assert begun.is_set()
