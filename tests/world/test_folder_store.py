@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import selectors
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -26,6 +29,21 @@ def store(folder: Path, seconds: float = 5.0) -> FolderStore:
     return FolderStore(folder / "met", never, timedelta(seconds=seconds))
 
 
+class Conversation:
+    """A connection that is not of a process group, one end of which is watched, as a logger or a loader would."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self.one = socket.create_connection(server.getsockname())
+            self.other, _ = server.accept()
+        self.watched = selectors.EpollSelector()
+        self.watched.register(self.other, selectors.EVENT_READ)
+
+    def goes_on(self) -> bool:
+        self.one.sendall(b"still there")
+        return bool(self.watched.select(5.0)) and self.other.recv(100) == b"still there"
+
+
 def test_one_reads_what_another_has_written(tmp_path: Path) -> None:
     one, other = store(tmp_path), store(tmp_path)
     assert not one.check(["default_pg/0//worker/1"])
@@ -45,11 +63,13 @@ def test_a_wait_ends_at_its_timeout_or_when_the_check_raises(tmp_path: Path) -> 
         FolderStore(tmp_path / "other", ended, timedelta(seconds=60)).get("missing")
 
 
-def test_a_wait_for_a_silent_peer_ends_when_the_connections_are_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", ["0", "1"], ids=["connected from the beginning", "connected when they communicate"])
+def test_a_wait_for_a_silent_peer_ends_when_the_connections_are_cut(tmp_path: Path, late: str) -> None:
     """Gloo's own abort would let it wait until the timeout of the group, which is minutes here."""
     folder = tmp_path / "groups"
 
     def body(world: World) -> float:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = late
         connections, ranks = Connections(), [0, 1]
         meeting = FolderStore(folder, never, timedelta(seconds=30))
         dist.destroy_process_group()
@@ -59,6 +79,7 @@ def test_a_wait_for_a_silent_peer_ends_when_the_connections_are_cut(tmp_path: Pa
         row = torch.ones(4)
         dist.all_reduce(row, group=group)
         assert torch.equal(row, torch.full((4,), 2.0))
+        ours = Conversation()
         begun = time.monotonic()
         if world.rank == 1:
             time.sleep(1.5)
@@ -66,6 +87,7 @@ def test_a_wait_for_a_silent_peer_ends_when_the_connections_are_cut(tmp_path: Pa
         threading.Timer(0.2, connections.cut).start()
         with pytest.raises(RuntimeError):
             dist.all_reduce(torch.ones(4), group=group)
+        assert ours.goes_on()
         return time.monotonic() - begun
 
     waited, _ = run_in_worlds(body, 2)

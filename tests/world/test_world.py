@@ -17,7 +17,7 @@ from worldsize.testing.worlds import run_in_worlds
 from worldsize.world.environments import Node, Placement, node, plugin_folders, port_of
 from worldsize.world.environments import placement as placed
 from worldsize.world.roles import role_of
-from worldsize.world.world import open_world, places, threads_per_process
+from worldsize.world.world import connects_late, open_world, places, threads_per_process
 
 
 def test_a_placement_can_be_read_back_from_its_own_variables() -> None:
@@ -78,6 +78,18 @@ def test_torch_records_the_last_collectives_of_every_gang_and_writes_no_pickle(
             return [os.environ.get(name) for name in names]
 
     assert run_in_worlds(body, 1) == [["200", "0", "INFO"]]
+
+
+@pytest.mark.parametrize(("processes", "late"), [(32, False), (33, True)])
+def test_in_a_large_gang_that_heals_two_ranks_connect_when_they_first_communicate(processes: int, late: bool) -> None:
+    def body(_: World) -> bool:
+        os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
+        cluster = Cluster("test", 1, processes, "cpu", "gloo")
+        placement = Placement(0, processes, 0, processes, "env://")
+        with open_world(placement, cluster, {"worker": Role(processes, restart="heal")}):
+            return connects_late()
+
+    assert run_in_worlds(body, 1) == [late]
 
 
 def test_processes_of_a_node_share_its_cores() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.checkpoints.tree import join, ordered_like, split
-from worldsize.collectives.step_timer import send
+from worldsize.collectives.interruption import INTERRUPTION
+from worldsize.collectives.step_timer import receive, send
 from worldsize.core import StateDict
 
 Facts = Mapping[str, Any]
@@ -32,7 +34,8 @@ def send_state(
     tensors, values = split(state)
     forms = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     for receiver in receivers:
-        dist.send_object_list([values, forms, dict(facts)], group=group, group_dst=receiver)
+        head = [values, forms, dict(facts)]
+        INTERRUPTION.call(partial(dist.send_object_list, head, group=group, group_dst=receiver))
         for names in _messages(forms):
             parts = [tensors[name].detach().to(device).flatten() for name in names]
             send(parts[0] if len(parts) == 1 else torch.cat(parts), group, to=receiver)
@@ -48,14 +51,14 @@ def receive_state(
     """
     places = {name: tensor.device for name, tensor in split(template)[0].items()}
     received: list[Any] = [None, None, None]
-    dist.recv_object_list(received, group=group, group_src=sender)
+    INTERRUPTION.call(partial(dist.recv_object_list, received, group=group, group_src=sender))
     values, forms, facts = received
     tensors: dict[str, Tensor] = {}
     kinds = {name: (dtype, shape) for name, dtype, shape in forms}
     for names in _messages(forms):
         sizes = [math.prod(kinds[name][1]) for name in names]
         flat = torch.empty(sum(sizes), dtype=kinds[names[0]][0], device=device)
-        dist.recv(flat, group=group, group_src=sender)
+        receive(flat, group, source=sender)
         for name, part in zip(names, flat.split_with_sizes(sizes), strict=True):
             own = part if len(names) == 1 else part.clone()  # else each would keep the whole message in memory
             tensors[name] = own.view(kinds[name][1]).to(places.get(name, device))

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from worldsize.collectives.step_timer import send, wait
+from worldsize.collectives.step_timer import receive, send, wait
 from worldsize.core import World
 
 Result = TypeVar("Result")
@@ -97,7 +97,7 @@ def _full(tensor: Tensor, source: int, world: World) -> Tensor:
         send(tensor.contiguous(), world.group, to=0)
     elif world.rank == 0:
         tensor = torch.empty_like(tensor, device=world.device)
-        dist.recv(tensor, group=world.group, group_src=source)
+        receive(tensor, world.group, source=source)
     return tensor
 
 

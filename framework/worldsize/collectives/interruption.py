@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import final
 
+import torch
 from torch.distributed import Work
 
 _SLICE = timedelta(seconds=0.02)  # time between two looks at whether the gang has ended
@@ -44,33 +45,34 @@ class Interruption:
 
     def wait(self, work: Work) -> None:
         """Wait for a collective; raise what it raises, or what the check does, or RuntimeError if it takes too long."""
-        self._watch(work, partial(_has_ended, work))
-        work.wait()  # at once, if it has ended
-
-    def wait_for_message(self, work: Work) -> None:
-        """Wait for a message to or from one other process, as :meth:`wait` does for a collective.
-
-        This wait cannot be tried again, since gloo closes the connections of a group when it times out; so another
-        thread waits, for as long as the message goes on.
-        """
-        if self._check is None:
-            self.wait(work)
-            return
-        outcome: Future[bool] = Future()
-        threading.Thread(target=_tell_end, args=(work, outcome), daemon=True, name="message").start()
-        self._watch(work, lambda: bool(wait_for_any([outcome], _SLICE.total_seconds()).done))
-        outcome.result()
-
-    def _watch(self, work: Work, has_ended: Callable[[], bool]) -> None:
-        """Ask again and again whether ``work`` has ended, and let the check raise in between, if there is one."""
         if self._check is not None:
             self.started(work)
-            begun = time.monotonic()
-            while not has_ended():
-                self._check()
-                if time.monotonic() - begun > self._longest:
-                    raise RuntimeError(f"timed out: a peer has not answered for {self._longest:g} s")
+            self._watch(partial(_has_ended, work), self._check)
         self._in_flight.discard(work)
+        work.wait()  # at once, if it has ended
+
+    def call(self, exchange: Callable[[], object]) -> None:
+        """Call what sends messages to one other process or receives them, and wait for it as for a collective.
+
+        Such a wait cannot be tried again, since gloo closes the connections of a group when it times out, and it may
+        begin with one for a peer that has not connected yet; so another thread waits, for as long as it takes.
+        """
+        if self._check is None:
+            exchange()
+            return
+        outcome: Future[None] = Future()
+        arguments = (exchange, outcome, torch.is_inference_mode_enabled())
+        threading.Thread(target=_tell_end, args=arguments, daemon=True, name="message").start()
+        self._watch(lambda: bool(wait_for_any([outcome], _SLICE.total_seconds()).done), self._check)
+        outcome.result()
+
+    def _watch(self, has_ended: Callable[[], bool], check: Callable[[], None]) -> None:
+        """Ask again and again whether something has ended, and let ``check`` raise in between."""
+        begun = time.monotonic()
+        while not has_ended():
+            check()
+            if time.monotonic() - begun > self._longest:
+                raise RuntimeError(f"timed out: a peer has not answered for {self._longest:g} s")
 
     def unfinished(self) -> list[Work]:
         """Return the collectives that go on, and forget them; whoever destroys their groups waits for them."""
@@ -89,8 +91,10 @@ def _has_ended(work: Work) -> bool:
     return True
 
 
-def _tell_end(work: Work, outcome: Future[bool]) -> None:
+def _tell_end(exchange: Callable[[], object], outcome: Future[None], is_inference: bool) -> None:
     try:
-        outcome.set_result(work.wait())
+        with torch.inference_mode(is_inference):  # as where it was called; else it may not fill a tensor made there
+            exchange()
+        outcome.set_result(None)
     except Exception as error:  # which the thread raises that waits for it
         outcome.set_exception(error)

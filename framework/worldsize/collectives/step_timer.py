@@ -189,9 +189,14 @@ def wait(work: Work | None) -> None:
 
 def send(tensor: Tensor, group: ProcessGroup, *, to: int) -> None:
     """Send a tensor of any shape to rank ``to`` of ``group``, which receives it, and count that as communication."""
-    work = started(dist.isend(tensor, group=group, group_dst=to))
     with phase("communication"):
-        INTERRUPTION.wait_for_message(work)
+        INTERRUPTION.call(lambda: dist.send(tensor, group=group, group_dst=to))
+
+
+def receive(tensor: Tensor, group: ProcessGroup, *, source: int) -> None:
+    """Fill a tensor of any shape with what rank ``source`` of ``group`` sends, and count that as communication."""
+    with phase("communication"):
+        INTERRUPTION.call(lambda: dist.recv(tensor, group=group, group_src=source))
 
 
 def backward(loss: Tensor) -> None:

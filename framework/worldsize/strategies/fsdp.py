@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
+from worldsize.collectives.connecting import connect
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -170,6 +171,8 @@ class FSDP(Strategy):
         with context.making_groups():
             mesh, is_multi = self._mesh(world), isinstance(recipe, MultiUpdateRecipe)
         root = CallingRoot(model) if is_multi else model
+        if self.on_failure == "heal":
+            connect(mesh.get_all_groups())
         self._shard(recipe, model, mesh, root)
         deferred.fill(world.device, shards=torch.device("cpu") if self.cpu_offload else None)
         copies = mesh.get_group(0) if mesh.size(0) > 1 else None

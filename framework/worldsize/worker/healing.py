@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from worldsize.checkpoints.peers import receive_state, send_state
+from worldsize.collectives.connecting import connect
 from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.config.learning_rate import update_samples
 from worldsize.config.settings import Settings
@@ -167,6 +168,7 @@ class HealingMember:
             if world.global_rank in membership.waiting:
                 return settings, world
             world = regrouped(world, membership.members, settings.cluster, store, copies=copies)
+            connect(set(world.groups.values()))
         self._has_logged = self._logs
         if world.rank == 0 and not self._logs:
             self._listeners += global_listeners(settings, self._run, self._preemption)
@@ -178,6 +180,7 @@ class HealingMember:
         if store is not None and self._shards:
             everyone = (*membership.members, *membership.waiting)
             world = regrouped(world, everyone, settings.cluster, store, copies=True)
+            connect(set(world.groups.values()))
             self._shards.hand_over(world, len(membership.members))
             dist.destroy_process_group()
         return world

@@ -211,6 +211,7 @@ class MembershipChannel:
         clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
         used, since = time.clock_gettime(clock), time.monotonic()
         while not self._is_over and not self._has_stopped.wait(_STUCK / 8):
+            self._cut()  # what has been connected since
             now = time.clock_gettime(clock)
             if now - used > _BUSY or not _waits_for_peers():
                 used, since = now, time.monotonic()

@@ -21,9 +21,9 @@ from worldsize.world.environments import Placement, host_name
 from worldsize.world.pinning import pin_process
 from worldsize.world.roles import heals, role_of, role_ranks
 
-# Up to this many ranks gloo connects all pairs when a group is made, with a store message for each pair. In a larger
-# world it connects two ranks when they first communicate.
-_ALL_CONNECTED = 32
+# Up to this many ranks gloo connects all pairs when a group is made, with a store message for each pair. In a gang that
+# begins with more it connects two ranks when they first communicate.
+_ALL_CONNECTED, _CONNECTS_LATE = 32, "TORCH_GLOO_LAZY_INIT"
 
 
 @contextmanager
@@ -44,6 +44,8 @@ def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
     )
     torch.set_num_threads(cluster.threads or min(threads, len(pin.cores) if pin else threads))
     gang = gang_of(roles)
+    if len(gang) > _ALL_CONNECTED:  # once, before there are threads that read the environment
+        os.environ.setdefault(_CONNECTS_LATE, "1")
     # one that heals is joined when its members are known
     if len(gang) > 1 and placement.rank in gang and not heals(roles):
         _join(placement, cluster, device, gang)
@@ -88,6 +90,11 @@ def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: Sto
             own = dist.new_group(list(everyone), timeout, backend="gloo")
             groups[f"copies/{world.role}"] = cast("ProcessGroup", own)
     return replace(world, rank=rank, size=len(members), world_size=len(members), groups=groups)
+
+
+def connects_late() -> bool:
+    """Return whether groups of gloo connect two ranks when they first communicate, not all when they are made."""
+    return os.environ.get(_CONNECTS_LATE, "0").lower() in {"1", "y", "yes", "t", "true"}
 
 
 def _forget_meshes() -> None:
@@ -177,8 +184,6 @@ def _let_torch_record(*, debug: bool) -> None:
 
 
 def _join(placement: Placement, cluster: Cluster, device: torch.device, gang: Sequence[int]) -> None:
-    if len(gang) > _ALL_CONNECTED:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dist.init_process_group(
         cluster.backend,
         init_method=placement.store,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from worldsize.collectives.connecting import connect
 from worldsize.core import RunContext
 from worldsize.strategies.mesh.edges import Edges, neighbours
 from worldsize.strategies.mesh.layout import AXES, Layout, along
@@ -76,3 +77,4 @@ class MeshGroups:
         everyone, cpu = self.context.world.group, torch.device("cpu")
         if self.interruptible and everyone is not None and dist.get_backend(everyone) == "gloo":
             dist.set_timeout(everyone._get_backend(cpu).options._timeout, group)
+            connect([group])
