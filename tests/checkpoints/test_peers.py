@@ -13,7 +13,6 @@ import torch.distributed as dist
 from tests.interruption import end_gang_soon
 from worldsize.checkpoints import peers
 from worldsize.checkpoints.peers import receive_state, send_state
-from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.core import World
 from worldsize.testing.worlds import run_in_worlds
 
@@ -57,16 +56,15 @@ def test_whoever_sends_to_a_process_that_does_not_receive_stops_when_the_gang_do
     """A message to a process that is killed goes on until the timeout of the group."""
     barrier = get_context("fork").Barrier(2)
 
-    def interrupted(world: World) -> int:
+    def interrupted(world: World) -> None:
         assert world.group is not None
         if world.rank == 1:
             dist.recv_object_list([None, None, None], group=world.group, group_src=0)
             barrier.wait(60)  # instead of the tensors
-            return 1
+            return
         end_gang_soon()
         with pytest.raises(ConnectionError):
             send_state(state(7), {}, [1], world.group, world.device)
         barrier.wait(60)
-        return len(INTERRUPTION.unfinished())
 
-    assert run_in_worlds(interrupted, 2, timeout=120.0) == [1, 1]
+    run_in_worlds(interrupted, 2, timeout=120.0)

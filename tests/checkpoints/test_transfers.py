@@ -159,5 +159,5 @@ def test_a_generation_counts_that_is_older_but_whole() -> None:
 
 def test_states_of_other_tensors_are_not_mixed() -> None:
     told = [inventory_of([], dtypes) for dtypes in (DTYPES, {**DTYPES, "model/0": torch.float16})]
-    with pytest.raises(CheckpointError, match="give all ranks the same"):
+    with pytest.raises(CheckpointError, match="differs in the names or dtypes"):
         placements_of(told)

@@ -85,4 +85,4 @@ def test_a_wait_for_a_rank_that_never_connects_ends_when_the_gang_does(wait: str
         dist.barrier(world.group)
         return waited
 
-    assert run_in_worlds(body, 2)[waiting] < 1.5
+    assert run_in_worlds(body, 2)[waiting] < 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ from worldsize.errors import FirstHostLostError, WorldsizeError
 from worldsize.launch import lost_link
 from worldsize.launch.agent_connection import AgentConnection, RemoteAgent
 from worldsize.launch.handshake import MessageSeal
-from worldsize.launch.lost_link import LossPolicy, come_back, decide, is_left_behind
+from worldsize.launch.lost_link import LossPolicy, come_back, decide, is_left_behind, is_over
 from worldsize.launch.mailbox import Mailbox
 from worldsize.launch.remote import RemoteHosts
 from worldsize.records.lock import run_lock
@@ -63,9 +64,13 @@ class First:
         self.others = {node: other for node, (_, other) in pairs.items()}
         cluster = Cluster("slurm", nodes=count + 1, processes=count + 1, device="cpu", backend="gloo")
         role = Role(count + 1, restart="heal", min_processes=min_processes)
-        plan = Plan(run.path, cluster, {"worker": role}, {})
-        agents = [RemoteAgent(node, f"h{node + 1}", first) for node, (first, _) in pairs.items()]
-        self.hosts = RemoteHosts(agents, plan, 1, run.path, 10.0, None, policy)
+        self._plan, self._policy = Plan(run.path, cluster, {"worker": role}, {}), policy
+        self._agents = [RemoteAgent(node, f"h{node + 1}", first) for node, (first, _) in pairs.items()]
+        self.hosts = self.attempt()
+
+    def attempt(self) -> RemoteHosts:
+        """Return the other hosts in a new attempt."""
+        return RemoteHosts(self._agents, self._plan, 1, self._plan.run_dir, 10.0, None, self._policy)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -145,6 +150,33 @@ def test_a_first_host_that_slept_ends_if_another_has_taken_the_run_over(
         assert killed.get() == signal.SIGKILL
 
 
+def test_a_host_that_was_lost_before_an_attempt_is_not_decided_about_again(
+    run: RunDirectory, killed: Mailbox[int]
+) -> None:
+    first = First(run, 2, shared())
+    with first.listening():
+        first.others[1].close()
+        eventually(lambda: first.hosts._hosts[1].is_lost)
+    again = first.attempt()
+    again.listen()
+    again.dismiss()
+    assert all(host.is_lost for host in again._hosts.values())
+    assert not killed.arrival.poll()
+
+
+def test_a_host_that_was_lost_long_ago_is_none_of_several_that_are_lost_at_once(run: RunDirectory) -> None:
+    """A first host that is left with one other does not take itself for cut off when that loses its link, too."""
+    first = First(run, 2, shared(30.0))
+    hosts = first.hosts._hosts
+    with first.listening():
+        first.others[2].close()
+        eventually(lambda: hosts[2].is_lost)
+        hosts[2].lost_at -= 100
+        first.others[1].close()
+        eventually(lambda: hosts[1].is_lost)
+        assert run.lost_link(first.others[1].name).exists()
+
+
 def test_a_decision_about_another_connection_is_none_about_this(run: RunDirectory) -> None:
     """Such as one of an earlier attempt, or one between the first host and another one."""
     (earlier, _), (_, other) = connected(1), connected(2)
@@ -198,6 +230,16 @@ def test_a_host_without_a_run_folder_to_share_decides_nothing(run: RunDirectory)
     assert not [*(run.path / "logs").iterdir()]
 
 
+def test_a_folder_in_which_no_host_can_decide_leaves_the_run_to_the_scheduler(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: Path) -> bool:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(lost_link, "decide", full)
+    assert not is_left_behind(connected(1)[1], run, PATIENCE)
+
+
 def test_a_run_that_was_deleted_is_left_to_the_scheduler(run: RunDirectory) -> None:
     (run.path / "logs").rmdir()
     assert not is_left_behind(connected(1)[1], run, PATIENCE)
@@ -205,6 +247,18 @@ def test_a_run_that_was_deleted_is_left_to_the_scheduler(run: RunDirectory) -> N
 
 def unreachable() -> AgentConnection:
     raise WorldsizeError("the first node does not answer")
+
+
+def test_a_run_is_over_once_nobody_holds_it_and_it_says_how_it_ended(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = {"completed": True, "failed": True, "running": False, "killed": False}
+    for said, is_end in ends.items():
+        reason(monkeypatch, said)
+        assert is_over(run) == is_end
+    reason(monkeypatch, "completed")
+    monkeypatch.setattr(lost_link, "is_locked", lambda _: True)
+    assert not is_over(run)
 
 
 def reason(monkeypatch: pytest.MonkeyPatch, said: str) -> None:

@@ -108,7 +108,10 @@ def check_same(inventories: Collection[Inventory]) -> None:
         CheckpointError: they are not.
     """
     if len({each.state for each in inventories}) > 1:
-        raise CheckpointError("the ranks' tensors differ in names or dtypes; give all ranks the same")
+        raise CheckpointError(
+            "what the ranks hold of the state, or have kept of it, differs in the names or dtypes of tensors. Let the "
+            "model have all parameters and buffers, on all ranks, when it is made."
+        )
 
 
 def _placements_within(tables: Iterable[bytes]) -> dict[bytes, list[TensorPlacement]]:

@@ -26,7 +26,7 @@ from worldsize.errors import ConfigError, FirstHostLostError
 from worldsize.launch.agent_connection import AgentConnection, RemoteAgent
 from worldsize.launch.agents import Follower, Lead
 from worldsize.launch.handshake import Message
-from worldsize.launch.lost_link import come_back, is_left_behind
+from worldsize.launch.lost_link import come_back, is_left_behind, is_over
 from worldsize.launch.meeting import Door, gather, reach
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import read_key
@@ -87,6 +87,8 @@ def _follow(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDire
             connection.close()  # a first host that only slept must notice it
             may_wait = settings.heals and launcher.requeues and not follower.is_asked  # else it is killed soon
             if not (may_wait and is_left_behind(connection, run, silence)):
+                if may_wait and is_over(run):  # it had come back when the run ended, and was not told
+                    return 0
                 raise
             _logger.error("%s It goes on without this one, which joins again once it reaches it.", error)
         connection = come_back(run, partial(join, patience=0.0), silence)

@@ -9,6 +9,7 @@ none is taken for one of another attempt or start of the job.
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ _logger = logging.getLogger(__name__)
 
 _POLL = 0.5  # seconds
 _WAIT = 1.5  # times ``node_timeout`` that another host waits for a decision of the first
+_NO_FILE = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)  # no host can create one
 _HOLD = 2.5  # times ``node_timeout`` that the first lets others decide: longer, since it may notice the loss sooner
 
 
@@ -61,11 +63,11 @@ class LossPolicy:
         """
         if not self.is_current():
             return False
-        deadline = time.monotonic() + _HOLD * self.patience
-        while self.is_shared and not suffices() and time.monotonic() < deadline:
-            time.sleep(min(_POLL, self.patience))
+        file, deadline = run.lost_link(connection.name), time.monotonic() + _HOLD * self.patience
         try:
-            return not self.is_shared or decide(run.lost_link(connection.name))
+            while self.is_shared and not suffices() and not file.exists() and time.monotonic() < deadline:
+                time.sleep(min(_POLL, self.patience))
+            return not self.is_shared or decide(file)
         except OSError as error:  # it could not train either
             _logger.error("the run folder cannot be written to: %s", error)
             return False
@@ -77,15 +79,25 @@ def is_left_behind(connection: AgentConnection, run: RunDirectory, patience: flo
     ``patience``: seconds of silence after which a host is lost.
     """
     file, deadline = run.lost_link(connection.name), time.monotonic() + _WAIT * patience
+    answers = True
     while True:
         try:
             if file.exists() or time.monotonic() > deadline:
                 return not decide(file)  # a view of the folder may be old, but not this
-        except FileNotFoundError:
-            return False  # the run was deleted
         except OSError as error:  # the first host may have decided, and so it must be known
-            _logger.warning("the run folder does not answer: %s", error)
+            if error.errno in _NO_FILE:
+                return False
+            if answers:
+                _logger.warning("the run folder does not answer: %s", error)
+            answers = False
         time.sleep(min(_POLL, patience))
+
+
+def is_over(run: RunDirectory) -> bool:
+    """Return whether the run has ended, as far as its folder tells."""
+    with suppress(WorldsizeError, OSError):  # a folder that does not answer tells nothing
+        return not is_locked(run.path) and view(run.path).exit_reason not in ("running", "killed")
+    return False
 
 
 def come_back(run: RunDirectory, join: Callable[[], AgentConnection], patience: float) -> AgentConnection | None:
@@ -98,11 +110,12 @@ def come_back(run: RunDirectory, join: Callable[[], AgentConnection], patience: 
     """
     deadline = float("inf")  # some file systems show a lock to its own host alone
     while True:
-        if is_locked(run.path):
-            deadline = time.monotonic() + patience
-        elif view(run.path).exit_reason not in ("running", "killed"):
+        if is_over(run):
             return None
-        elif time.monotonic() > deadline:
+        with suppress(OSError, WorldsizeError):
+            if is_locked(run.path):
+                deadline = time.monotonic() + patience
+        if time.monotonic() > deadline:
             raise FirstHostLostError("the first node had gone on without this one, and is gone since.")
         with suppress(WorldsizeError):
             return join()

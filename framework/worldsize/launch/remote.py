@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import multiprocessing
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
@@ -119,8 +121,14 @@ class RemoteHost:
         self.agent, self._attempt, self._may_go_on = agent, attempt, may_go_on
         self._run, self._folder, self._patience = run, folder, patience
         self._processes: dict[int, tuple[Member, RemoteProcess, RemotePipe]] = {}  # by global rank
-        self.is_heard, self.is_lost = agent.is_there, False  # neither: it is being decided whether the run goes on
+        self.is_heard = agent.is_there  # neither this nor lost: it is being decided whether the run goes on
+        self.lost_at = math.inf  # monotonic time
         self._listener = threading.Thread(target=self._listen, daemon=True, name=f"node {agent.rank}")
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the run goes on without this host."""
+        return self.lost_at < math.inf
 
     def start(self, roles: Mapping[str, Role], role: str, rank: int, starts: int) -> Member:
         """Start a process there; raise LostHostError if the host is lost."""
@@ -147,7 +155,9 @@ class RemoteHost:
 
     def lose(self) -> None:
         """Count the host, and with it all of its processes, as lost."""
-        self.is_lost = True
+        if not self.is_lost:
+            self.lost_at = time.monotonic() if self.agent.is_there else -math.inf
+        self.agent.is_there = False  # nor in a later attempt
         self.agent.connection.close()  # an agent that still listens ends its processes
         cause = (
             f"the host {self.agent.host} (node {self.agent.rank}) has not answered for {self._patience:g} s, or is gone"
@@ -161,6 +171,9 @@ class RemoteHost:
             self.agent.connection.send(**order)
 
     def _listen(self) -> None:
+        if not self.agent.is_there:  # it was lost before this attempt
+            self.lose()
+            return
         try:
             while "ended" not in (message := self.agent.connection.receive()):
                 self._take(message)
@@ -269,7 +282,8 @@ class RemoteHosts:
         if self._is_over:
             return True
         heard = sum(host.is_heard for host in self._hosts.values())
-        is_alone = heard == 0 and len(self._hosts) > 1
+        since = time.monotonic() - 2 * self._losses.patience  # those that were lost before are no sign
+        is_alone = heard == 0 and sum(host.lost_at > since for host in self._hosts.values()) > 1
         return not is_alone and (1 + heard) * self._plan.cluster.processes_per_node >= fewest(self._plan.roles)
 
     def node_of(self, number: int) -> int:
