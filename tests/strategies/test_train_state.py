@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -71,6 +72,38 @@ def test_a_loaded_optimizer_trains_as_one_that_never_was_saved(
         take_steps(own, part, 3)
     assert same(saved, plain)
     assert same(loaded, plain)
+
+
+class Growing(nn.Module):
+    """Leaves a part of itself out until it ``grows``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.late, self.grows = model(), nn.Linear(3, 1), False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return cast("Tensor", self.inner(inputs) + self.late(inputs) if self.grows else self.inner(inputs))
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"SGD, dampening"}))  # whose first step is like no other
+def test_a_parameter_that_has_had_no_gradient_is_saved_and_loaded_like_others(name: str) -> None:
+    plain, saved, loaded = Growing(), Growing(), Growing()
+    optimizers = [OPTIMIZERS[name](each) for each in (plain, saved, loaded)]
+    states = [TrainState(each, own, None) for each, own in zip((plain, saved, loaded), optimizers, strict=True)]
+    fresh = states[2].optimizer_state()
+    for place in (0, 1):
+        take_steps((plain, saved)[place], optimizers[place], 2)
+    gradients = [each.grad for each in saved.parameters()]
+    state = copy.deepcopy(states[1].state())
+    assert state["optimizer"]["state"].keys() == fresh["state"].keys()
+    if name != "SGD":  # which never has any state
+        assert [each.grad for each in saved.parameters()] == gradients
+    states[2].load(state)
+    for each, own in zip((plain, saved, loaded), optimizers, strict=True):
+        each.grows = True
+        take_steps(each, own, 2)
+    assert same(plain, saved)
+    assert same(plain, loaded)
 
 
 def test_the_state_of_an_optimizer_that_has_not_stepped_keeps_its_options_and_has_moments_of_zero() -> None:

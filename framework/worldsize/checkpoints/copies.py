@@ -96,7 +96,7 @@ class ShardCopies:
         tensors, values = split({part: child for part, child in state.items() if part != "strategy"})
         if self._layout is None or self._layout.dtypes.keys() != tensors.keys():
             self._layout = gathered_layout(tensors, self._group, self._place)
-            self._free = []
+        self._free = [each for each in self._free if each.layout is self._layout]
         buffers = self._free.pop() if self._free else _Buffers(self._layout, self._rank, self._device)
         buffers.fill(tensors)
         elements = sum(tensor.numel() for tensor in tensors.values())
@@ -141,6 +141,7 @@ class _Buffers:
     """
 
     def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+        self.layout = layout
         sole, kept = layout.sole(rank), layout.kept(rank)
         theirs = layout.sole(layout.peer_before(rank)) if layout.peer(rank) != rank else []
         pinned = device.type == "cuda"

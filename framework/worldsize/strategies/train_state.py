@@ -7,7 +7,7 @@ compose, show or submit a run need not wait for.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -153,7 +153,7 @@ def _set_rates(schedule: LRScheduler) -> None:
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
-    """Return the optimizer's state by the names of parameters; before the first step, the initial state."""
+    """Return the optimizer's state by the names of parameters; of those without a step, the initial state."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     fresh = not optimizer.state
@@ -165,13 +165,40 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     state["state"] = {name: values for name, values in state["state"].items() if name not in frozen}
     if fresh:
-        for values in state["state"].values():
-            if isinstance(count := values.get("step"), Tensor):
-                count.zero_()
-            elif count is not None:
-                values["step"] = 0
+        _count_from_zero(state["state"].values())
         optimizer.state.clear()
+    elif state["state"]:
+        state["state"] |= _initial_states(model, optimizer, without=state["state"].keys() | frozen)
     return state
+
+
+def _initial_states(model: nn.Module, optimizer: Optimizer, *, without: Set[str]) -> StateDict:
+    """Return the initial state of each parameter that has had no gradient so far: all but those ``without``."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    named, own = dict(model.named_parameters()), {id(each) for each in _parameters(optimizer)}
+    late = {name: each for name, each in named.items() if name not in without and id(each) in own}
+    if not late:
+        return {}
+    before, gradients = set(optimizer.state), [(each, each.grad) for each in _parameters(optimizer)]
+    with without_recipe_hooks(optimizer):
+        _probe(optimizer, only={id(each) for each in late.values()})
+        states: Any = get_optimizer_state_dict(model, optimizer)["state"]
+    for each, gradient in gradients:
+        each.grad = gradient
+    for key in optimizer.state.keys() - before:
+        del optimizer.state[key]
+    initial: StateDict = {name: states[name] for name in late if name in states}
+    _count_from_zero(initial.values())
+    return initial
+
+
+def _count_from_zero(states: Iterable[dict[str, Any]]) -> None:
+    for values in states:
+        if isinstance(count := values.get("step"), Tensor):
+            count.zero_()
+        elif count is not None:
+            values["step"] = 0
 
 
 def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -183,18 +210,29 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str,
         if fresh:
             _probe(optimizer)
         set_optimizer_state_dict(model, optimizer, {**state})
-    if fresh and _has_not_stepped(optimizer):  # the initial state of NAdam, Rprop and ASGD is not that after a step
+    if not fresh:
+        return
+    if _has_not_stepped(optimizer):  # the initial state of NAdam, Rprop and ASGD is not that after a step
         optimizer.state.clear()
+    for key in [key for key, values in optimizer.state.items() if "step" in values and float(values["step"]) == 0]:
+        del optimizer.state[key]  # of a parameter that has had no gradient so far
 
 
-def _probe(optimizer: Optimizer) -> None:
-    """Take a step that changes no weight, to create all entries of the state, with zero moments."""
+def _probe(optimizer: Optimizer, only: Set[int] | None = None) -> None:
+    """Take a step that changes no weight, to create all entries of the state, with zero moments.
+
+    ``only``: the ids of the parameters that it is for; None: all.
+    """
     with _groups_kept(optimizer):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = zeros_like(parameter) if parameter.requires_grad else None
+        for parameter in _parameters(optimizer):
+            is_probed = parameter.requires_grad and (only is None or id(parameter) in only)
+            parameter.grad = zeros_like(parameter) if is_probed else None
         optimizer.step()
     optimizer.zero_grad()
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @contextmanager
