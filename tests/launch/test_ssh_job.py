@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from tests.observe.run_folders import attempt, write_run
+from worldsize.core import ConfigError
 from worldsize.launch.ssh import Ssh
 from worldsize.launch.ssh_job import Lineup, Revival, SshAgent, SshJob, Succession
 from worldsize.records.run_directory import RunDirectory
@@ -42,6 +44,19 @@ def test_the_hosts_that_answer_are_those_that_ssh_reaches(tmp_path: Path) -> Non
     ssh.write_text('#!/bin/sh\ncase "$*" in *" b true") exit 255;; esac\n')
     ssh.chmod(0o755)
     assert Ssh(hosts=["a", "b", "c"], ssh=[str(ssh)]).answering() == {"a", "c"}
+
+
+@pytest.mark.parametrize(("code", "is_refused"), [(0, False), (24, False), (23, True)])
+def test_a_file_that_vanishes_while_the_code_is_copied_does_not_matter(
+    code: int, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others, such as one that may not be read, do."""
+    rsync = tmp_path / "rsync"
+    rsync.write_text(f"#!/bin/sh\nexit {code}\n")
+    rsync.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(ConfigError, match="cannot be copied to a") if is_refused else nullcontext():
+        Ssh(hosts=["a"], folder="/there")._copy("a")
 
 
 def test_others_go_on_as_often_as_they_may(killed: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,6 +22,7 @@ from worldsize.launch.ssh_job import Lineup, Revival, SshAgent, SshJob, Successi
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.roles import fewest, heals
 
+_VANISHED = 24  # exit code of rsync: a file was gone when it was to be copied, such as that of an editor
 _LEFT_OUT = (".git", ".venv", "__pycache__", "*.egg-info", "wandb", "node_modules")
 
 
@@ -112,7 +113,7 @@ class Ssh(NodeLauncher, AgentLauncher):
     def _copy(self, host: str) -> None:
         for words in self._copies(host):
             done = subprocess.run(words, capture_output=True, text=True, check=False)
-            if done.returncode:
+            if done.returncode not in (0, _VANISHED):
                 raise ConfigError(f"the code cannot be copied to {host}: {done.stderr.strip()}")
 
     def _command(self, plan: Plan, lineup: Lineup, node: int) -> list[str]:
