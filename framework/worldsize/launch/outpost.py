@@ -46,6 +46,7 @@ class Outpost:
 
     def run(self) -> bool:
         """Work until the first host ends the attempt, or is lost; return whether it is not. No process is left then."""
+        asked = False
         with Signals() as signals:
             try:
                 while True:
@@ -65,8 +66,8 @@ class Outpost:
                             self._report_end(members[ready])
                         else:
                             self._pass_on(pipes[ready])
-                    if signals.seen and not self.is_asked:  # they agree with those of the other hosts on when they save
-                        self.is_asked = True
+                    if signals.seen and not asked:  # they agree with those of the other hosts on when they save
+                        asked = True
                         self._signal([*self._members], signal.SIGTERM)
                     self._report_beats()
             finally:

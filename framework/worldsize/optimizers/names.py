@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from worldsize.errors import ConfigError, neighbours
 
@@ -16,6 +17,11 @@ T = TypeVar("T")
 _model: ContextVar[nn.Module | None] = ContextVar("model", default=None)
 
 Group = dict[str, Any]  # "params" and the options of a parameter group, as torch takes them
+
+
+def all_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups of ``optimizer``, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ elementwise the result is sharded as the parameter is, and has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from worldsize.collectives.per_rank import local, sharded_like
+from worldsize.optimizers.names import all_parameters
 from worldsize.strategies.step_hooks import StrategyHook, recipe_hooks
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)  # and none derived from these
@@ -26,7 +27,7 @@ def step_locally(optimizer: Optimizer) -> None:
     Its parameters are DTensors before and after each step, and its state is saved and loaded as DTensors. An optimizer
     with step hooks of the recipe, which may read its parameters or its state, stays as it is.
     """
-    is_divided = any(isinstance(parameter, DTensor) and parameter.ndim for parameter in _parameters(optimizer))
+    is_divided = any(isinstance(parameter, DTensor) and parameter.ndim for parameter in all_parameters(optimizer))
     if type(optimizer) in _ELEMENTWISE and is_divided and not recipe_hooks(optimizer):
         _LocalSteps(optimizer).begin()
 
@@ -37,7 +38,7 @@ class _LocalSteps:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._shards = {each: _shard(each) for each in _parameters(optimizer) if isinstance(each, DTensor)}
+        self._shards = {each: _shard(each) for each in all_parameters(optimizer) if isinstance(each, DTensor)}
         self._wholes = {shard: parameter for parameter, shard in self._shards.items()}
 
     def begin(self) -> None:
@@ -80,10 +81,6 @@ class _LocalSteps:
                     key: local(value) if isinstance(value, Tensor) else value
                     for key, value in state.pop(parameter).items()
                 }
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _shard(parameter: DTensor) -> nn.Parameter:

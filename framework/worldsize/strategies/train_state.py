@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from worldsize.collectives.per_rank import local, zeros_like
 from worldsize.core import Recipe, StateDict
-from worldsize.optimizers.names import named_by
+from worldsize.optimizers.names import all_parameters, named_by
 from worldsize.optimizers.schedule_free import begin_training, has_begun, is_schedule_free
 from worldsize.reproducibility.seeds import drawn_apart
 from worldsize.strategies.step_hooks import without_recipe_hooks
@@ -176,11 +176,11 @@ def _initial_states(model: nn.Module, optimizer: Optimizer, *, without: Set[str]
     """Return the initial state of each parameter that has had no gradient so far: all but those ``without``."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    named, own = dict(model.named_parameters()), {id(each) for each in _parameters(optimizer)}
+    named, own = dict(model.named_parameters()), {id(each) for each in all_parameters(optimizer)}
     late = {name: each for name, each in named.items() if name not in without and id(each) in own}
     if not late:
         return {}
-    before, gradients = set(optimizer.state), [(each, each.grad) for each in _parameters(optimizer)]
+    before, gradients = set(optimizer.state), [(each, each.grad) for each in all_parameters(optimizer)]
     with without_recipe_hooks(optimizer):
         _probe(optimizer, only={id(each) for each in late.values()})
         states: Any = get_optimizer_state_dict(model, optimizer)["state"]
@@ -224,15 +224,11 @@ def _probe(optimizer: Optimizer, only: Set[int] | None = None) -> None:
     ``only``: the ids of the parameters that it is for; None: all.
     """
     with _groups_kept(optimizer):
-        for parameter in _parameters(optimizer):
+        for parameter in all_parameters(optimizer):
             is_probed = parameter.requires_grad and (only is None or id(parameter) in only)
             parameter.grad = zeros_like(parameter) if is_probed else None
         optimizer.step()
     optimizer.zero_grad()
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @contextmanager

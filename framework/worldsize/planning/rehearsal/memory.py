@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from worldsize.collectives.per_rank import local
 from worldsize.core import StateDict
+from worldsize.optimizers.names import all_parameters
 from worldsize.planning.rehearsal.storage_log import StorageLog
 
 
@@ -92,7 +93,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.log.label("buffers", values)
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = all_parameters(optimizer)
         self.log.label("parameters", parameters)
         self.log.label("gradients", [each.grad for each in parameters])
 
