@@ -20,6 +20,7 @@ MANY_METHODS = {
     "Mesh": "the answers of a strategy, of which a mesh has its own to nearly all questions",
     "Recipe": "a question each that a strategy may ask of a model; all but five have an answer",
     "RunFacts": "a fact each that a LightningModule may ask of its Trainer",
+    "StrategyContract": "a promise each that every strategy keeps",
     "Strategy": "a question each that the launcher or the planner may ask; all but two have an answer",
     "StdlibLM": "answers nearly every question that a strategy may ask of a recipe",
 }

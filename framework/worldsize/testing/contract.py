@@ -10,7 +10,7 @@ Processes that serve are started beside those that train, as the strategy's role
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from worldsize.checkpoints.load import newest, read_tensors
 from worldsize.core import ConfigError, Recipe, RunContext, Strategy
 from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.testing.leaks import LOOPBACK, children, listening
+from worldsize.testing.loops import CASES, faults, outcomes
 from worldsize.testing.recipes import AveragedChain, TwoPlayers
 from worldsize.testing.training import ALONE, CHAIN, STEPS, Trained, cluster_of, reference, run_in_roles, train
 
@@ -44,6 +45,8 @@ class StrategyContract:
         loss_differs: Reason why the algorithm by design does not have the loss of one process; empty: it does. The test
             then asks only that the loss falls, and is skipped with this reason, which ``pytest -rs`` shows.
         partners: Strategies that must load its checkpoints and it theirs, at the first of ``sizes``.
+        refuses: Names of the :data:`~worldsize.testing.loops.CASES` that it refuses; None: any that it refuses with a
+            remedy.
     """
 
     strategy: ClassVar[Strategy]
@@ -54,6 +57,7 @@ class StrategyContract:
     two_sided: ClassVar[bool] = False
     loss_differs: ClassVar[str] = ""
     partners: ClassVar[Sequence[Strategy]] = ()
+    refuses: ClassVar[Collection[str] | None] = None
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run each test that takes ``size`` at every one of ``sizes``."""
@@ -141,6 +145,17 @@ class StrategyContract:
                 folder = tmp_path / f"{number}_{type(first).__name__}"
                 saved, loaded = trained(first, folder, save=True), trained(then, folder, save=False)
                 assert_same(loaded.model, saved.model)
+
+    def test_it_trains_what_a_plain_loop_trains_or_refuses_it(self) -> None:
+        """Train :data:`~worldsize.testing.loops.CASES`, and compare weights with a plain loop, at the smallest size.
+
+        A strategy with a ``tolerance`` above 0.001, or whose loss differs by design, need only train or refuse them.
+        """
+        ended = outcomes(self.strategy, CASES, self.sizes[0], local_size=self.local_size)
+        wrong = faults(CASES, ended, exact=self.tolerance <= 1e-3 and not self.loss_differs)
+        assert not wrong, "\n".join(wrong)
+        refused = {name for name, outcome in ended.items() if outcome.refusal}
+        assert self.refuses is None or refused == set(self.refuses), f"refused: {sorted(refused)}"
 
     def test_a_wrong_world_size_is_refused_before_anything_starts(self) -> None:
         """Expect a ConfigError that names the size ``impossible``; None: every size is possible."""

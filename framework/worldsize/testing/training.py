@@ -84,7 +84,7 @@ def train(
 
     Args:
         strategy: Strategy to train under.
-        context: Context of this process.
+        context: Context of this process; a step has at least as many logical ranks as the strategy defaults to.
         steps: Number of the last step.
         folder: Folder of checkpoints; training goes on from the newest one in it.
         save: Whether to save a checkpoint there after the last step.
@@ -98,7 +98,7 @@ def train(
     cluster = cluster_with(strategy, workers)
     serves = strategy.roles(cluster)[world.role].serves
     parts = strategy.data_parallel(cluster)
-    total = parts * strategy.default_micro_batches
+    total = max(context.logical_ranks, parts * strategy.default_micro_batches)
     replica = (
         _served(strategy, recipe, context, total, folder=folder, disturb=disturb)
         if serves

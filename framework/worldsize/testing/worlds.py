@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from worldsize.world.scratch import temporary_folder
 from worldsize.world.world import open_world
 
 T = TypeVar("T")
+_FAILING = 5.0  # seconds in which the peers of a process that failed may add their own errors
 
 
 def run_in_worlds(
@@ -39,7 +40,8 @@ def run_in_worlds(
     process group.
 
     Raises:
-        RuntimeError: a process raised (its traceback), or did not answer within ``timeout`` seconds.
+        RuntimeError: a process raised (the tracebacks of all that did, the first one first), or did not answer within
+            ``timeout`` seconds.
     """
     nodes = size // (local_size or size)
     cluster = Cluster("test", nodes, size, "cpu", "gloo", threads=1, timeout=240.0, tiers=tiers or {})
@@ -51,7 +53,7 @@ def run_in_worlds(
             ]
             started = [_start(body, placement, cluster, roles or {"worker": Role(size)}) for placement in placements]
         try:
-            return [_receive(rank, connection, timeout) for rank, (_, connection) in enumerate(started)]
+            return _receive_all([connection for _, connection in started], timeout)
         finally:
             for process, _ in started:
                 process.kill()
@@ -98,13 +100,31 @@ def _answer(sender: Connection[bytes, bytes], *, succeeded: bool, result: object
     sender.send_bytes(pickle.dumps((succeeded, result)))
 
 
-def _receive(rank: int, connection: Connection[bytes, bytes], timeout: float) -> Any:
-    if not connection.poll(timeout):
-        raise RuntimeError(f"rank {rank} did not answer within {timeout} s")
+def _receive_all(connections: Sequence[Connection[bytes, bytes]], timeout: float) -> list[Any]:
+    """Return the results by rank; after a failure the other ranks, which may wait for that one, have little time."""
+    results, failures, waiting = dict[int, Any](), list[str](), {each: rank for rank, each in enumerate(connections)}
+    while waiting:
+        answered = wait(list(waiting), _FAILING if failures else timeout)
+        if not answered:
+            late = ", ".join(map(str, sorted(waiting.values())))
+            failures = failures or [f"rank {late} did not answer within {timeout} s"]
+            break
+        for connection in answered:
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            succeeded, result = _receive(connection)
+            if succeeded:
+                results[rank] = result
+            else:
+                failures.append(f"rank {rank} {result}")
+    if failures:
+        raise RuntimeError("\n".join(failures))
+    return [results[rank] for rank in range(len(connections))]
+
+
+def _receive(connection: Connection[bytes, bytes]) -> tuple[bool, Any]:
     try:
         succeeded, result = pickle.loads(connection.recv_bytes())
     except EOFError:
-        raise RuntimeError(f"rank {rank} died without an answer") from None
-    if not succeeded:
-        raise RuntimeError(f"rank {rank} failed:\n{result}")
-    return result
+        return False, "died without an answer"
+    return succeeded, result if succeeded else f"failed:\n{result}"

@@ -1,0 +1,210 @@
+"""Small programs with one peculiarity each, which a strategy trains as a plain PyTorch loop does, or refuses.
+
+A case is a recipe and a loop in plain PyTorch. Every strategy and plugin is held to all of :data:`CASES` by
+:class:`~worldsize.testing.contract.StrategyContract`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
+
+from worldsize.core import Batch, ConfigError, Numerics, Recipe, RunContext, Strategy
+from worldsize.data.fetch import collate_of, fetch
+from worldsize.data.order import Order
+from worldsize.planning.construction import check_construction, check_trainable
+from worldsize.testing.training import BATCH, SEED, cluster_with, run_in_roles, train
+
+_REMEDY = re.compile(r"\b(Set|Use|Let|Give|Define|Declare|Register|Pass|Call|Leave|Make|Freeze|Write|Keep|Return)\b")
+Reference = Callable[["Case", Sequence[Batch]], Mapping[str, Tensor]]
+
+
+@final
+@dataclass(frozen=True)
+class Case:
+    """A program that strategies are tried with.
+
+    Attributes:
+        name: A few words with hyphens, by which tests name it.
+        recipe: The recipe, whose model has the same weights at each call.
+        steps: Number of steps to train.
+        numerics: Precision and clipping.
+        reference: Trains on whole batches, one for each step, and returns the weights by name; None: a plain loop.
+        apart: Whether a rank may refuse alone, so that the case needs processes of its own.
+        tolerance: Largest difference of a weight from the reference.
+    """
+
+    name: str
+    recipe: Recipe
+    steps: int = 6
+    numerics: Numerics = field(default_factory=Numerics)
+    reference: Reference | None = None
+    apart: bool = False
+    tolerance: float = 2e-5
+
+    def expected(self) -> Mapping[str, Tensor]:
+        """Return the weights after plain training on whole batches, by name, in the shapes of the model."""
+        data, order = self.recipe.data("train"), Order(SEED, BATCH, 1, (0,))
+        batches = [
+            fetch(data, order.indices(step, 0, len(data)), collate_of(self.recipe)) for step in range(1, self.steps + 1)
+        ]
+        return (self.reference or plain_loop)(self, batches)
+
+
+@final
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a case: the trained ``weights`` by name, or a refusal."""
+
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    refusal: str = ""
+
+
+def plain_loop(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
+    """Train as a PyTorch tutorial does, and return the weights by name, in the shapes of the model."""
+    recipe, limit = case.recipe, case.numerics.clip_norm
+    model = recipe.model()
+    optimizer = recipe.optimizer(model)
+    schedule = recipe.schedule(optimizer)
+    for step, batch in enumerate(batches, 1):
+        optimizer.zero_grad()
+        loss = recipe.loss_at(model, batch, step)
+        assert isinstance(loss, Tensor)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if limit is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return model.state_dict()
+
+
+def outcomes(
+    strategy: Strategy,
+    cases: Sequence[Case],
+    size: int,
+    *,
+    local_size: int | None = None,
+    logical_ranks: int | None = None,
+) -> Mapping[str, Outcome]:
+    """Train each of ``cases`` on ``size`` processes, and return how it ended, by its name.
+
+    Cases share their processes where they can. ``logical_ranks``: those of a step; None: at least two for each
+    data-parallel part.
+
+    Raises:
+        RuntimeError: a case ended in another error than a ConfigError.
+    """
+    cluster = cluster_with(strategy, size)
+    total = logical_ranks or strategy.data_parallel(cluster) * max(2, strategy.default_micro_batches)
+    ended = {case.name: Outcome(refusal=refusal) for case in cases if (refusal := refused_early(strategy, case.recipe))}
+    left = [case for case in cases if case.name not in ended]
+    serves = set(strategy.roles(cluster)) != {"worker"}
+    together = [] if serves else [case for case in left if not case.apart]
+    gangs = [together] if together else []
+    for gang in [*gangs, *([case] for case in left if case not in together)]:
+        ended |= _trained(strategy, gang, size, local_size, total)
+    return ended
+
+
+def refused_early(strategy: Strategy, recipe: Recipe) -> str:
+    """Return the refusal of ``recipe`` before a process starts; empty: there is none."""
+    try:
+        check_trainable(recipe, strategy)
+        check_construction(recipe, strategy)
+    except ConfigError as refusal:
+        return str(refusal)
+    return ""
+
+
+def _trained(
+    strategy: Strategy, cases: Sequence[Case], size: int, local_size: int | None, logical_ranks: int
+) -> dict[str, Outcome]:
+    def body(context: RunContext) -> dict[str, Outcome]:
+        return {case.name: _outcome(strategy, case, context, logical_ranks) for case in cases}
+
+    try:
+        ended: dict[str, Outcome] = run_in_roles(strategy, body, size, local_size=local_size)[0]
+    except RuntimeError as failure:  # a rank that refuses alone takes its process along
+        (refusal, *_) = [*re.findall(r"^(?:worldsize\.\S*)?ConfigError: (.*)", str(failure), re.MULTILINE), ""]
+        if len(cases) > 1 or not refusal:
+            raise
+        return {cases[0].name: Outcome(refusal=refusal)}
+    return ended
+
+
+def _outcome(strategy: Strategy, case: Case, context: RunContext, logical_ranks: int) -> Outcome:
+    run = replace(context, numerics=case.numerics, logical_ranks=logical_ranks)
+    try:
+        trained = train(strategy, run, case.steps, recipe=case.recipe)
+    except ConfigError as refusal:
+        if case.apart:
+            raise
+        return Outcome(refusal=str(refusal))
+    return Outcome(trained.model)
+
+
+def faults(cases: Sequence[Case], ended: Mapping[str, Outcome], *, exact: bool = True) -> list[str]:
+    """Return a line for each case that neither trains as the plain loop nor is refused with a remedy.
+
+    ``exact``: whether weights must be those of the plain loop; otherwise a case need only end.
+    """
+    lines = []
+    for case in cases:
+        outcome = ended[case.name]
+        if outcome.refusal:
+            if not _REMEDY.search(outcome.refusal):
+                lines.append(f"{case.name}: refused without a remedy: {outcome.refusal.splitlines()[0]}")
+        elif exact and (difference := largest_difference(outcome.weights, case.expected())) > case.tolerance:
+            lines.append(f"{case.name}: {difference:.1e} from the plain loop")
+    return lines
+
+
+def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the largest difference between tensors of one name and shape; infinite: the names differ."""
+    if actual.keys() != expected.keys():
+        return float("inf")
+    differences = [(actual[name] - value).abs().double() for name, value in expected.items() if value.numel()]
+    return max(float(each.nan_to_num(float("inf")).max()) for each in differences)
+
+
+@dataclass(frozen=True)
+class Loop(Recipe):
+    """Base of recipes whose weights and data follow from formulas; subclasses give the model or the loss."""
+
+    def net(self) -> nn.Module:
+        """Make the model, of any weights, for inputs (batch, 4) and outputs (batch, 1)."""
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def model(self) -> nn.Module:
+        model = self.net()
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters(), 1):
+                values = torch.sin(torch.arange(parameter.numel(), device=parameter.device) * 0.7 + number)
+                parameter.copy_(0.3 * values.view(parameter.shape))
+        return model
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def data(self, split: str) -> TensorDataset:
+        samples = torch.arange(72.0).unsqueeze(1) if split == "train" else torch.arange(100.0, 113.0).unsqueeze(1)
+        inputs = torch.sin(samples * torch.arange(1, 5) * 0.37)
+        return TensorDataset(inputs, inputs.sum(1, keepdim=True) * 0.5 + 0.1 * torch.cos(samples))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        return {"error": ((model(batch[0]) - batch[1]).square().sum(), torch.tensor(len(batch[0])))}
+
+
+CASES: Sequence[Case] = (Case("plain", Loop()),)
+"""All cases of the contract; those with a longer recipe stand in modules beside this one."""
