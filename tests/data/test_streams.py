@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.data.foreign import DIVIDED, SAMPLES, STATEFUL, WHOLE, Plain, Sharded, loader, row, table
+from tests.own_recipe import write_recipe
 from worldsize.checkpoints.format import Checkpoint, read
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
@@ -221,6 +222,41 @@ def test_a_shorter_part_begins_again_before_the_others_end() -> None:
     steps = islice(micro_batches(stream, mine, CPU, collate=rows), 6)
     first, second = zip(*([batch.data[0] for batch in step] for step in steps), strict=True)
     assert (first, second) == ((0, 2, 4, 0, 2, 4), (1, 3, 1, 3, 1, 3))
+
+
+_UNEVEN = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from worldsize.core import Recipe
+
+class Shards:
+    def __init__(self, lengths): self.lengths, self.num_shards = lengths, len(lengths)
+    def shard(self, num_shards, index): return Shards(self.lengths[index::num_shards])
+    def __iter__(self): return (torch.zeros(1) for length in self.lengths for _ in range(length))
+    def state_dict(self): return {}
+    def load_state_dict(self, state): ...
+
+class Own(Recipe):
+    def __init__(self, lengths): self.lengths = lengths
+    def model(self): return nn.Linear(1, 1)
+    def optimizer(self, model): return torch.optim.SGD(model.parameters(), lr=0.1)
+    def data(self, split): return Shards(self.lengths) if split == "train" else TensorDataset(torch.zeros(2, 1))
+    def loss(self, model, batch): return model(batch).square().mean()
+    def evaluate(self, model, batch): return {"error": (model(batch[0]).sum(), torch.tensor(2))}
+"""
+
+
+def test_shards_of_uneven_lengths_are_warned_of_once(train: Any, tmp_path: Path) -> None:
+    recipe = "recipe: {_target_: recipes.own.recipe.Own, lengths: []}"
+    text = f"# @package _global_\n# own\nsteps: 8\nbatch_size: 4\n{recipe}\n"
+    write_recipe(tmp_path, "own", _UNEVEN, own=text)
+    words = ("recipe=own", "cluster.processes=2", "cluster.threads=1", "log_every=1", "checkpoint=none")
+    uneven, even = (train(*words, f"recipe.lengths={lengths}") for lengths in ("[10,2]", "[10,10]"))
+    assert uneven.code == even.code == 0, uneven.error + even.error
+    warning = "are uneven: by step 2 one logical rank reads its shards for the 2. time, and another for the 1. time"
+    assert (uneven.output + uneven.error).count(warning) == (uneven.output + uneven.error).count("are uneven") == 1
+    assert "are uneven" not in even.output + even.error
 
 
 @pytest.mark.parametrize(("make", "logical_ranks"), [(Sharded, 6), (Sharded, 1), (lambda: table(shards=3), 12)])

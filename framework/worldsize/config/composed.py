@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, task_overrides
+from worldsize.config.effects import share_rate
 from worldsize.config.installed import installed
 from worldsize.config.learning_rate import scaled_lr
 from worldsize.config.search_path import make_importable, roots
@@ -44,6 +45,7 @@ def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None)
     if "hosts" in cfg.cluster:
         cfg.cluster.nodes = nodes_of(cfg.cluster.hosts, spare=cfg.cluster.spare_nodes)
     _check_length(cfg)
+    share_rate(cfg)
     if OmegaConf.is_missing(cfg, "steps") or cfg.steps is None:
         cfg.steps = 1  # until the length of the data is known
     if has_own_batches(cfg):

@@ -60,6 +60,11 @@ class EndlessReader:
         self._passes += 1
 
     @property
+    def passes(self) -> int:
+        """Passes that have ended."""
+        return self._passes
+
+    @property
     def has_state(self) -> bool:
         """Whether the iterable has a state that can be saved; this is known once the first sample was taken."""
         return self._current is not None and _state_holder(*self._current) is not None

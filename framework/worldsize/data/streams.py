@@ -44,6 +44,7 @@ class _Step(NamedTuple):
     number: int
     batches: list[Batch]  # of this process's logical ranks
     states: States | None  # at the step's end; None: they are asked for before the next step is read
+    passes: tuple[int, int] | None = None  # the fewest and the most that readers have ended; None: there is one reader
 
 
 @final
@@ -86,6 +87,13 @@ class TrainingStream:
                 raise step
             self._remembered.append(step._replace(batches=[]))
             yield from step.batches
+
+    def passes(self, step: int) -> tuple[int, int] | None:
+        """Return the fewest and the most passes that this process's readers had ended at the end of ``step``.
+
+        None: one reader reads the whole, or the step was not kept.
+        """
+        return next((each.passes for each in self._remembered if each.number == step), None)
 
     def states(self, step: int) -> dict[str, Tensor]:
         """Return the states of this process's readers at the end of ``step`` for a checkpoint, uint8 [bytes] each.
@@ -170,11 +178,15 @@ class _Reading:
             batches = self._batches(number)
             if number == begin.first + 1:
                 self._explain(number)
-            yield _Step(number, batches, self.states() if with_states else None)
+            yield _Step(number, batches, self.states() if with_states else None, self._passes())
 
     def states(self) -> States:
         """Return the states of all readers as they are now, if they have any."""
         return {name: reader.state() for name, reader in self._readers.items() if reader.has_state}
+
+    def _passes(self) -> tuple[int, int] | None:
+        passes = [reader.passes for reader in self._readers.values()]
+        return (min(passes), max(passes)) if self._divided else None
 
     def _batches(self, step: int) -> list[Batch]:
         order = self._order

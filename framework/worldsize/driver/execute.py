@@ -18,6 +18,7 @@ from worldsize.checkpoints.format import complete, step_of
 from worldsize.checkpoints.weights import source_of
 from worldsize.config.compose import choices, is_sweep
 from worldsize.config.composed import lengths_of, settings_of
+from worldsize.config.effects import check_effects
 from worldsize.config.learning_rate import update_text
 from worldsize.config.objective import Trial, is_search, value_of
 from worldsize.config.settings import Settings
@@ -59,6 +60,7 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
         cfg.init_from = str(source_of(Path(cfg.init_from)))
     lengths = lengths_of(cfg)
     settings = checked(cfg)
+    check_effects(cfg)
     if is_sweep() and isinstance(settings.launcher, BatchLauncher):
         _check_submission(settings.launcher)
     if settings.initial:

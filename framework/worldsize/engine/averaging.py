@@ -12,7 +12,7 @@ from torch import Tensor
 
 from worldsize.collectives.per_rank import local
 from worldsize.collectives.step_timer import phase
-from worldsize.core import EvaluationBatches, MicroBatch, Replica, StateDict, StepResult
+from worldsize.core import ConfigError, EvaluationBatches, MicroBatch, Replica, StateDict, StepResult
 
 
 @final
@@ -30,6 +30,13 @@ class WeightAverage:
     decay: float
     every: int = 1
     warmup: bool = False
+
+    def __post_init__(self) -> None:
+        if self.decay >= 1 and not self.warmup:
+            raise ConfigError(
+                f"ema.decay={self.decay} never averages: the average stays at its first weights. Set "
+                "ema.decay=0.999 or another number below 1, or ema.decay=null for no average."
+            )
 
     def decay_after(self, averagings: int) -> float:
         """Return the decay factor of the next averaging, after ``averagings`` earlier ones."""

@@ -51,6 +51,7 @@ from worldsize.worker.history import History
 from worldsize.worker.save_interval import save_interval
 from worldsize.worker.slow_hosts import SlowHostWatch
 from worldsize.worker.throughput import Throughput
+from worldsize.worker.uneven_streams import UnevenStreams
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.preemption import PREEMPTED, Preemption
 from worldsize.world.world import threads_per_process
@@ -84,6 +85,7 @@ class Training:
         self._preemption = preemption
         self._history = History(run.metrics)
         self._watch: SlowHostWatch | None = None
+        self._uneven: UnevenStreams | None = None
         if settings.observe.step_breakdown and world.size > 1:
             exclude = self._exclude if settings.excludes_slow else None
             health = partial(why_host_is_slow, run, per_node=settings.cluster.processes_per_node)
@@ -212,7 +214,7 @@ class Training:
             at=settings.faults.at,
             progressed=self._carried.note,
             logged=self._carried.copy,
-            examine=self._watch.measure_links if self._watch else _ignore,
+            examine=self._examine,
             before_update=self._carried.before_update,
         )
         timer = StepTimer(world.device) if settings.observe.step_breakdown else None
@@ -251,11 +253,18 @@ class Training:
             if checkpoint and STREAMS in settings.checkpoint.ignored(checkpoint.step):
                 checkpoint = None
             train = TrainingStream(train, checkpoint=checkpoint, speaks=world.rank == 0)
+            self._uneven = UnevenStreams(train, world)
             data_rank = settings.strategy.data_rank
             if all(data_rank(replace(world, rank=rank)) != _part(settings, world).rank for rank in range(world.rank)):
                 states = train.states  # else a rank before this one reads the same, and writes
         workers, collate = _data_workers(settings, self._emit, world.rank), collate_of(settings.recipe)
         return micro_batches(train, self._order, world.device, first=first, workers=workers, collate=collate), states
+
+    def _examine(self, done: StepDone) -> None:
+        if self._watch:
+            self._watch.measure_links(done)
+        if self._uneven:
+            self._uneven.examine(done)
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
         """Yield each step's data; before each step, send a heartbeat and check whether a save has ended."""
@@ -323,6 +332,3 @@ def _data_workers(settings: Settings, tell: Callable[[Event], None], rank: int) 
 
 def _no_states(step: int) -> dict[str, Tensor]:
     return {}
-
-
-def _ignore(done: StepDone) -> None: ...

@@ -1,0 +1,62 @@
+"""A typed value that can have no effect is refused, and an optimizer's own rate is the run's rate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.own_recipe import write_recipe
+
+PLAIN = ("recipe=digits", "recipe.width=4", "steps=2", "cluster.threads=1", "cluster.processes=1", "schedule=constant")
+SHOWN = ("recipe=digits", "launch=show")
+
+
+def test_the_optimizers_own_rate_is_recorded_as_the_runs_rate(train: Any) -> None:
+    run, same = train(*PLAIN, "optimizer.lr=0.1"), train(*PLAIN, "lr=0.1")
+    assert run.code == same.code == 0, run.error
+    assert "lr 0.1\n" in run.output
+    assert [row["lr"] for row in run.steps()] == [0.1, 0.1]
+    config = json.loads((run.folder / "run_manifest.json").read_text())["config"]
+    assert (config["lr"], config["optimizer"]["lr"]) == (0.1, 0.1)
+    assert run.json("result.json")["state_digest"] == same.json("result.json")["state_digest"]
+
+
+def test_the_optimizers_own_rate_is_scaled_as_the_runs_rate_is(train: Any) -> None:
+    words = "optimizer.lr=0.02 batch_size=96 strategy=local_sgd cluster.processes=4 cluster.scale_lr=linear"
+    assert "lr 0.005 = 0.02 × 24/96 (cluster.scale_lr=linear)" in train(*SHOWN, *words.split()).output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("lr=0.1 optimizer.lr=0.2", "lr=0.1 is given, and so is optimizer.lr=0.2. Leave one of them out."),
+        ("ema.every=3", "ema.every=3 has no effect without ema.decay. Set ema.decay=0.999, too, or leave it out."),
+        ("ema.decay=1.0", "ema.decay=1.0 never averages: the average stays at its first weights."),
+        ("early_stopping.patience=2", "has no effect without early_stopping.metric."),
+        ("shuffle.enabled=false shuffle.block=8", "shuffle.block=8 has no effect without shuffle.enabled."),
+        ("compile_mode=max-autotune", "compile_mode=max-autotune has no effect without compile."),
+        ("init_from_strict=false", "init_from_strict=false has no effect without init_from."),
+    ],
+)
+def test_a_typed_value_without_an_effect_is_refused(train: Any, words: str, message: str) -> None:
+    run = train(*SHOWN, *words.split())
+    assert (run.code, run.folder) == (2, None)
+    assert message in run.error
+
+
+def test_a_rate_that_nothing_in_the_run_takes_is_refused(train: Any, tmp_path: Path) -> None:
+    text = "# @package _global_\n# own\nsteps: 2\nbatch_size: 4\nrecipe: {_target_: worldsize.testing.recipes.Chain}\n"
+    write_recipe(tmp_path, "own", "", own=text)
+    assert train("recipe=own", "launch=show").code == 0
+    for word in ("lr=0.1", "optimizer=sgd"):
+        run = train("recipe=own", "launch=show", word)
+        assert (run.code, f"{word} has no effect: nothing in this run takes" in run.error) == (2, True), run.error
+
+
+@pytest.mark.parametrize("words", ["ema.decay=0.9 ema.every=3", "ema.decay=1.0 ema.warmup=true", "optimizer=sgd"])
+def test_a_typed_value_with_an_effect_is_taken(train: Any, words: str) -> None:
+    run = train(*SHOWN, *words.split())
+    assert run.code == 0, run.error
