@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from worldsize.strategies.parameter_server.hybrid import HybridParameterServer
 from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.recipes import TwoPlayers
+from worldsize.testing.recipes import SharedLoss, TwoPlayers
 from worldsize.testing.worlds import run_in_worlds
 
 ALONE = World.alone(torch.device("cpu"))
@@ -184,6 +184,29 @@ class ShorterByData(Two):
                 return
 
 
+class Repeated(Two):
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        loss = model["a"](batch[0]).mean() * model["b"](batch[0]).mean()  # type: ignore[index]
+        yield "a", loss
+        yield "b", loss
+
+
+class MisspeltTogether(Two):
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        yield ("a", "bb"), model["a"](batch[0]).mean()  # type: ignore[index]
+
+
+class Joint(Two):
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        assert isinstance(model, nn.ModuleDict)
+        yield ["b", "a"], (model["a"](batch[0]) * model["b"](batch[0])).mean()
+
+
+class TogetherByData(Joint):
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        yield from (super() if float(batch[0].sum()) < 5 else Two()).updates(model, batch, step)
+
+
 class Vector(Two):
     def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
         yield "a", model["a"](batch[0]).mean(dim=0)  # type: ignore[index]
@@ -216,6 +239,9 @@ class Returning(Two):
         (Returning({"a": 3}), "the recipe's loss must give its metric 'a' as (sum, count)"),
         (Vector(), "Vector.updates yielded a loss of shape [1] for 'a', not a scalar. Yield its mean()"),
         (Detached(), "Detached.updates yielded a loss for 'a' that depends on no trained parameter."),
+        (Repeated(), "Repeated.updates yielded the loss of 'a' again, for 'b'; its graph is gone after one backward"),
+        (MisspeltTogether(), "MisspeltTogether.updates: no optimizer 'bb'; did you mean 'b'? Known: a, b."),
+        (TogetherByData(), "in step 1 one micro-batch updates 'a' and 'b' where another updates 'a'."),
         (Misspelt(), "Misspelt.updates: no optimizer 'aa'; did you mean 'a'? Known: a, b."),
         (Silent(), "Silent.updates yielded nothing in step 1. Yield an update in every step."),
         (Plain(), "Plain.updates returned None, no generator. Write it with `yield name_of_optimizer, loss`"),
@@ -384,6 +410,67 @@ def test_an_update_clips_the_gradient_of_its_own_parameters() -> None:
     assert differing(replica.state()["model"], plain.state_dict()) == []
     assert result.grad_norm is not None
     torch.testing.assert_close(result.grad_norm, torch.stack(norms).norm())
+
+
+def test_optimizers_of_one_loss_share_a_backward_pass_and_a_norm() -> None:
+    """Compare with plain PyTorch, which clips all parameters together; the loss counts once, and for each of them."""
+    (batch,) = batches_of(1)
+    replica, plain = replica_of(Joint(), Numerics(clip_norm=0.1)), Joint().model()
+    optimizers = Joint().optimizers(plain)
+    ((_, loss),) = Joint().updates(plain, batch.data, 1)
+    assert isinstance(loss, Tensor)
+    loss.backward()  # type: ignore[no-untyped-call]
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    for optimizer in optimizers.values():
+        optimizer.step()
+    result = replica.step([batch])
+    assert differing(replica.state()["model"], plain.state_dict()) == []
+    assert result.grad_norm == norm
+    assert result.losses == [loss.detach().double()]
+    assert {result.metrics[name].tolist()[0][0] for name in ("loss/a", "loss/b")} == {float(loss.detach())}
+
+
+def shared_loss(strategy: Strategy, world: World, *, steps: int = 5) -> Mapping[str, Tensor]:
+    """Train with four logical ranks, on which the loss depends, and clipping; return all weights."""
+    recipe = SharedLoss(by_rank=True)
+    replica = strategy.replica(recipe, RunContext(world, Numerics(clip_norm=0.5)))
+    order = Order(SEED, 24, 4, logical_ranks_of(world.rank, world.size, 4, replica.dealing))
+    batches = micro_batches(recipe.data("train"), order, world.device)
+    for _ in range(steps):
+        replica.step(next(batches))
+    return {name: tensor.clone() for name, tensor in gather_full(replica.state()["model"], world).items()}
+
+
+def plain_shared_loss(steps: int = 5) -> Mapping[str, Tensor]:
+    recipe = SharedLoss()
+    model, order = recipe.model(), Order(SEED, 24, 4, range(4))
+    optimizers = recipe.optimizers(model)
+    schedules = recipe.schedules(optimizers)
+    for step, parts in zip(range(1, steps + 1), micro_batches(recipe.data("train"), order, ALONE.device), strict=False):
+        model.zero_grad()
+        for rank, part in enumerate(parts):
+            loss = nn.functional.mse_loss(model(part.data[0]), part.data[1]) * (1 + rank + step / 8)
+            (loss / 4).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for name, optimizer in optimizers.items():
+            optimizer.step()
+            schedules[name].step()
+    return model.state_dict()
+
+
+def test_a_shared_loss_by_logical_rank_has_the_same_bits_at_every_size() -> None:
+    """It is also the loss of a plain loop over the four logical ranks, up to rounding."""
+    expected = shared_loss(Single(reduce="ordered"), ALONE)
+    for name, tensor in plain_shared_loss().items():
+        torch.testing.assert_close(expected[name], tensor)
+    strategies: Sequence[Strategy] = (DDP(reduce="ordered"), ZeRO(reduce="ordered"), FSDP(reduce="ordered"))
+    for processes in (2, 4):
+
+        def body(world: World) -> list[Mapping[str, Tensor]]:
+            return [shared_loss(strategy, world) for strategy in strategies]
+
+        for found in run_in_worlds(body, processes)[0]:
+            assert differing(found, expected) == []
 
 
 class Endless(Two):

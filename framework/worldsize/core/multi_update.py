@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeAlias, final
 
-from worldsize.core.recipe import Batch, Loss, Recipe
+from worldsize.core.recipe import Batch, Loss, MicroBatch, Recipe
 from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:  # torch takes seconds
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # torch takes seconds
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-Update: TypeAlias = "tuple[str, Loss]"  # the name of an optimizer, and the loss that it minimizes
+Update: TypeAlias = "tuple[str | Sequence[str], Loss]"  # the name of an optimizer or of several, and their loss
 
 
 class MultiUpdateRecipe(Recipe):
@@ -56,11 +56,21 @@ class MultiUpdateRecipe(Recipe):
         on with the new weights. Tensors made before a ``yield``, such as generated images, may be used after it. A loss
         is a mean, or a sum and its weight, as in :meth:`Recipe.loss`.
 
+        Several optimizers that minimize one loss share a backward pass: ``yield ("muon", "adamw"), loss``. Their
+        gradients are clipped by one norm, that of all their parameters, and then each of them takes its step.
+
         The sequence of names may depend on ``step``, but not on data or random numbers: it must be the same for all
         logical ranks. The generator runs once for each logical rank, so it must not change parameters itself.
 
         The generator may return metrics of the step, in the form of :attr:`LossOutput.metrics`.
         """
+
+    def micro_batch_updates(self, model: nn.Module, batch: MicroBatch) -> Iterable[Update]:
+        """Return the generator of :meth:`updates` for one logical rank in one step, as training calls it.
+
+        Override it if losses depend on the logical rank, as :meth:`Recipe.micro_batch_loss`.
+        """
+        return self.updates(model, batch.data, batch.step)
 
     @final
     def optimizer(self, model: nn.Module) -> NoReturn:

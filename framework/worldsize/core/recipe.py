@@ -109,9 +109,17 @@ class Recipe(ABC):
     def loss_at(self, model: nn.Module, batch: Batch, step: int) -> Loss:
         """Return the loss in step number ``step``, counted from 1. Override it if the loss depends on the step.
 
-        Training calls this method, which calls :meth:`loss` unless it is overridden.
+        Training calls :meth:`micro_batch_loss`, which calls this method, which calls :meth:`loss` unless overridden.
         """
         return self.loss(model, batch)
+
+    def micro_batch_loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
+        """Return the loss of one logical rank in one step. Override it if the loss depends on the logical rank.
+
+        Beside its data, ``batch`` has the step, the logical rank, and a seed that follows from both and the run's seed,
+        for example for the environment of a rollout. The loss must not depend on anything else of a process.
+        """
+        return self.loss_at(model, batch.data, batch.step)
 
     @abstractmethod
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
@@ -222,11 +230,19 @@ class RowValues:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The data of one logical rank in one step (counted from 1), and the seed of its random stream in that step."""
+    """The data of one logical rank in one step.
+
+    Attributes:
+        data: The batch, as the recipe collates it.
+        seed: The seed of the logical rank's random stream in this step, which training has set before the loss.
+        step: The step, counted from 1.
+        logical_rank: The logical rank, counted from 0, whichever process computes it.
+    """
 
     data: Batch
     seed: int
     step: int = 1
+    logical_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def _drawn(
 def _tagged(steps: Iterator[list[Batch]], order: Order, first: int, device: torch.device) -> Iterator[list[MicroBatch]]:
     for step, batches in enumerate(steps, first + 1):
         ranked = zip(order.mine, batches, strict=True)
-        yield [MicroBatch(to_device(batch, device), order.step_seed(step, rank), step) for rank, batch in ranked]
+        yield [MicroBatch(to_device(batch, device), order.step_seed(step, rank), step, rank) for rank, batch in ranked]
 
 
 def drawn(
@@ -101,4 +101,4 @@ def drawn(
 ) -> MicroBatch:
     """Load one micro-batch of any step, from a data set with an index."""
     batch = _Fetcher(dataset, order, collate).__getitems__((step, logical_rank))
-    return MicroBatch(to_device(batch, device), order.step_seed(step, logical_rank), step)
+    return MicroBatch(to_device(batch, device), order.step_seed(step, logical_rank), step, logical_rank)

@@ -132,8 +132,8 @@ class _Calibration:
 def _forward(recipe: Recipe, model: nn.Module, batch: MicroBatch) -> object:
     """Compute the losses of a step, without updates between several."""
     if isinstance(recipe, MultiUpdateRecipe):
-        return list(recipe.updates(model, batch.data, batch.step))
-    return recipe.loss_at(model, batch.data, batch.step)
+        return list(recipe.micro_batch_updates(model, batch))
+    return recipe.micro_batch_loss(model, batch)
 
 
 def _bytes(tensors: Any) -> float:

@@ -150,8 +150,8 @@ class ModelReplica(Replica):
         self.reducer.scale(parameters, factor if share is None else factor / share)
         return [record.loss[0] * factor for record in records]
 
-    def _stepped(self, part: TrainState, parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, bool]:
-        """Clip the gradient, which is the same on all ranks, and let the optimizer and its schedule step.
+    def _stepped(self, parts: Sequence[TrainState], parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, bool]:
+        """Clip the gradient, which is the same on all ranks, and let the optimizers and their schedules step.
 
         The caller updates ``scaler`` at the end of the step, as a loop with ``torch.amp.GradScaler`` does.
 
@@ -160,11 +160,13 @@ class ModelReplica(Replica):
         """
         norm, skipped = None, False
         if self.numerics.needs_norm:
-            self.scaler.unscale_(part.optimizer)
+            for part in parts:
+                self.scaler.unscale_(part.optimizer)
             norm = self.reducer.clip(parameters, self.numerics.norm_limit)
             skipped = self.numerics.skips(norm)
-        if not skipped:
-            self.scaler.step(part.optimizer)
-        if part.schedule is not None:
-            part.schedule.step()
+        for part in parts:
+            if not skipped:
+                self.scaler.step(part.optimizer)
+            if part.schedule is not None:
+                part.schedule.step()
         return norm, skipped

@@ -30,8 +30,8 @@ class MultiUpdateReplica(ModelReplica):
     """Runs the recipe's generators, one for each micro-batch, in lockstep from update to update.
 
     At each update, every micro-batch runs forward to its next ``yield`` and backward, in the order of ``reducer``; then
-    the optimizer steps. Only the parameters of that optimizer have gradients. Buffers, such as BatchNorm's statistics,
-    are averaged over logical ranks after each update.
+    its optimizers step. Only their parameters have gradients. Buffers, such as BatchNorm's statistics, are averaged
+    over logical ranks after each update.
 
     If the model is sharded, ``root`` is the module around it, which calls a function inside its own hooks.
     """
@@ -47,7 +47,7 @@ class MultiUpdateReplica(ModelReplica):
         sums_alone: bool = False,
     ) -> None:
         super().__init__(recipe, context, train_state=train_state, reducer=reducer, sums_alone=sums_alone)
-        self._updates, self._parts, self._root = recipe.updates, train_state.parts, root
+        self._updates, self._parts, self._root = recipe.micro_batch_updates, train_state.parts, root
         self._parameters = list(self.model.parameters())
         self._size = 1 if self._group is None else self.world.size
         self._buffers = BufferMean(self.model, self._group, self.dealing)
@@ -66,7 +66,7 @@ class MultiUpdateReplica(ModelReplica):
 
     def _begun(self, batch: MicroBatch, flags: ModelFlags) -> UpdatePass:
         kind, device = type(self.recipe).__name__, self.world.device
-        begin = partial(self._updates, self.model, batch.data, batch.step)
+        begin = partial(self._updates, self.model, batch)
         return UpdatePass(kind, begin, batch, names=self._parts, device=device, flags=flags)
 
     def _update(self, passes: Sequence[UpdatePass], batches: Sequence[MicroBatch]) -> UpdateResult | None:
@@ -77,18 +77,18 @@ class MultiUpdateReplica(ModelReplica):
         if self._group is not None and self.world.device.type == "cpu":  # on a GPU it would wait for the device
             rates = {name: _group_rates(part.optimizer) for name, part in self._parts.items()}
             passes[first].check_same_on(self.world, rates)
-        name = passes[first].name
-        if name is None:
+        names = passes[first].update
+        if not names:
             buffers.add(first)
             for place in others:
                 self._advance(passes[place], same_as=passes[first])
                 buffers.add(place)
             buffers.finish()
             return None
-        if name in self._stepped_names:  # GradScaler lets an optimizer step once between two of its own updates
+        if self._stepped_names.intersection(names):  # GradScaler lets an optimizer step once between its own updates
             self._update_scale()
-        self._stepped_names.add(name)
-        parameters = parameters_of(self._parts[name].optimizer)
+        self._stepped_names.update(names)
+        parameters = [parameter for name in names for parameter in parameters_of(self._parts[name].optimizer)]
         fills = len(batches) * self._size > 1  # all have to sum the same, whether their losses depend on it or not
         places = {id(batch): place for place, batch in enumerate(batches)}
 
@@ -108,7 +108,7 @@ class MultiUpdateReplica(ModelReplica):
         if fills:
             _fill(parameters)
         buffers.finish()
-        return self._applied(name, parameters, records)
+        return self._applied(names, parameters, records)
 
     def _order(self, batches: int) -> list[int]:
         """Return the indices of the micro-batches in the order of the summation tree."""
@@ -134,12 +134,14 @@ class MultiUpdateReplica(ModelReplica):
             scaled.backward()  # type: ignore[no-untyped-call]
         return record
 
-    def _applied(self, name: str, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]) -> UpdateResult:
-        """Weigh and clip the gradient, and let the optimizer and its schedule step."""
+    def _applied(
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]
+    ) -> UpdateResult:
+        """Weigh and clip the gradient, and let the optimizers and their schedules step."""
         losses = self._weighed(parameters, records)
         with phase("update"):
-            norm, skipped = self._stepped(self._parts[name], parameters)
-        return UpdateResult(name, losses, norm, skipped, step_metrics(records))
+            norm, skipped = self._stepped([self._parts[name] for name in names], parameters)
+        return UpdateResult(names, losses, norm, skipped, step_metrics(records))
 
     def _update_scale(self) -> None:
         """Increase the loss scale, or decrease it if a gradient was not finite, as torch.amp.GradScaler does."""

@@ -51,14 +51,14 @@ class SynchronousReplica(ModelReplica):
         self._before_update(losses, metrics)
         lr: float | None = self.optimizer.param_groups[0].get("lr")
         with phase("update"):
-            norm, skipped = self._stepped(self._part, self._parameters)
+            norm, skipped = self._stepped([self._part], self._parameters)
             self.scaler.update()
         return StepResult(losses, lr, norm, skipped, metrics)
 
     def _backward(self, batch: MicroBatch, scale: float) -> LossRecord:
         seed_generators(batch.seed, self.world.device)
         with self._autocast():
-            loss, record = differentiable(self.recipe.loss_at(self.module, batch.data, batch.step))
+            loss, record = differentiable(self.recipe.micro_batch_loss(self.module, batch))
         scaled = self._scaled(loss, record, scale)
         if self.module is self.model:
             scaled.backward()  # type: ignore[no-untyped-call]

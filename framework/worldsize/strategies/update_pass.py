@@ -5,7 +5,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, final
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -55,9 +57,10 @@ class UpdatePass:
         self._names, self._device, self._flags = names, device, flags
         self._states: GeneratorStates | None = None  # random states after the last update
         self._updates: Iterator[Update] | None = None
-        self.name: str | None = None
-        """The optimizer whose update the generator waits for; None: it has ended."""
+        self.update: tuple[str, ...] = ()
+        """The optimizers for whose update the generator waits, in the recipe's order; empty: it has ended."""
         self._loss: Loss | None = None  # of that update
+        self._taken: tuple[ReferenceType[Tensor], str] | None = None  # the last loss, and who minimized it
         self._returned: Any = None
 
     def advance(self, call: Callable[[Callable[[], Any]], Any]) -> None:
@@ -77,9 +80,9 @@ class UpdatePass:
         self._flags = ModelFlags(self._flags.model)
         self._states = GeneratorStates.of(self._device)  # other passes, backward passes and optimizers also draw
         if isinstance(yielded, _End):
-            self.name, self._loss, self._returned = None, None, yielded.returned
+            self.update, self._loss, self._returned = (), None, yielded.returned
         else:
-            self.name, self._loss = self._checked(yielded)
+            self.update, self._loss = self._checked(yielded)
 
     def close(self) -> None:
         """Close the generator, which runs its ``finally`` blocks."""
@@ -94,18 +97,31 @@ class UpdatePass:
         """
         yielded, self._loss = self._loss, None
         assert yielded is not None, "the generator has ended"
+        self._refuse_twice(yielded)
         loss, record = differentiable(yielded)
         if loss.ndim:
             raise ConfigError(
-                f"{self._kind}.updates yielded a loss of shape {list(loss.shape)} for {self.name!r}, not a scalar. "
+                f"{self._kind}.updates yielded a loss of shape {list(loss.shape)} for {_listed(self.update)}, not a "
+                "scalar. "
                 "Yield its mean(), or (its sum(), its weight)."
             )
         if not loss.requires_grad:
             raise ConfigError(
-                f"{self._kind}.updates yielded a loss for {self.name!r} that depends on no trained parameter. "
+                f"{self._kind}.updates yielded a loss for {_listed(self.update)} that depends on no trained parameter. "
                 "Compute it with the model, outside torch.no_grad() and without detach()."
             )
         return loss, record
+
+    def _refuse_twice(self, yielded: Loss) -> None:
+        loss, names = LossOutput.of(yielded).loss, _listed(self.update)
+        tensor = loss[0] if isinstance(loss, tuple) else loss
+        if self._taken is not None and self._taken[0]() is tensor:
+            raise ConfigError(
+                f"{self._kind}.updates yielded the loss of {self._taken[1]} again, for {names}; its graph is gone "
+                "after one backward pass. If one loss trains several optimizers, yield it once: "
+                "`yield (name, other), loss`."
+            )
+        self._taken = ref(tensor), names
 
     def take_metrics(self) -> LossRecord:
         """Return the metrics that the generator returned at its end, and forget them.
@@ -127,9 +143,9 @@ class UpdatePass:
         Raises:
             ConfigError: ``other``, which has advanced as often, is at a different update.
         """
-        if self.name != other.name:
+        if self.update != other.update:
             raise updates_differ(
-                self._kind, self._batch.step, one="one micro-batch", its=other.name, other="another", name=self.name
+                self._kind, self._batch.step, one="one micro-batch", its=other.update, other="another", has=self.update
             )
 
     def check_same_on(self, world: World, rates: Mapping[str, Sequence[float]]) -> None:
@@ -139,25 +155,30 @@ class UpdatePass:
             ConfigError: a rank is at a different update, names other metrics with it, or has different learning
                 ``rates``.
         """
-        known = [None, *self._names]
+        known = list(self._names)
         owners = [name for name, own in rates.items() for _ in own]
         mine = torch.tensor(
-            [known.index(self.name), self._metrics_key(), *(rate for own in rates.values() for rate in own)],
+            [
+                *(name in self.update for name in known),
+                self._metrics_key(),
+                *(rate for own in rates.values() for rate in own),
+            ],
             dtype=torch.float64,
         )
         rows = mine.new_empty(world.size * len(mine))
         with phase("communication"):
             dist.all_gather_into_tensor(rows, mine, group=world.group)
-        (place, key, *first), *others = rows.view(world.size, -1).tolist()
-        for rank, (other, other_key, *theirs) in enumerate(others, 1):
-            if other != place:
+        updates = [tuple(compress(known, row)) for row in rows.view(world.size, -1)[:, : len(known)].tolist()]
+        (key, *first), *others = rows.view(world.size, -1)[:, len(known) :].tolist()
+        for rank, (other_key, *theirs) in enumerate(others, 1):
+            if updates[rank] != updates[0]:
                 raise updates_differ(
                     self._kind,
                     self._batch.step,
                     one="rank 0",
-                    its=known[int(place)],
+                    its=updates[0],
                     other=f"rank {rank}",
-                    name=known[int(other)],
+                    has=updates[rank],
                 )
             if other_key != key:
                 raise ConfigError(
@@ -187,32 +208,40 @@ class UpdatePass:
         generator: Iterator[Update] = updates
         return generator
 
-    def _checked(self, yielded: Any) -> Update:
+    def _checked(self, yielded: Any) -> tuple[tuple[str, ...], Loss]:
+        """Return the names of the update's optimizers in the recipe's order, and its loss."""
         match yielded:
-            case (str() as name, Tensor() | (Tensor(), _) | LossOutput()) if name in self._names:
-                update: Update = yielded
-                return update
-            case (str() as name, Tensor() | (Tensor(), _) | LossOutput()):
-                raise ConfigError(f"{self._kind}.updates: no optimizer {name!r}{neighbours(name, self._names)}")
+            case (str() as name, Tensor() | (Tensor(), _) | LossOutput() as loss):
+                return self._ordered([name]), loss
+            case ([str(), *_] as names, Tensor() | (Tensor(), _) | LossOutput() as loss):
+                return self._ordered(names), loss
         raise ConfigError(
             f"{self._kind}.updates yielded {_described(yielded)}. Yield the name of an optimizer and a loss: "
             "`yield name_of_optimizer, loss`."
         )
 
+    def _ordered(self, names: Sequence[str]) -> tuple[str, ...]:
+        for name in names:
+            if name not in self._names:
+                raise ConfigError(f"{self._kind}.updates: no optimizer {name!r}{neighbours(str(name), self._names)}")
+        return tuple(name for name in self._names if name in names)
 
-def updates_differ(kind: str, step: int, *, one: str, its: str | None, other: str, name: str | None) -> ConfigError:
+
+def updates_differ(
+    kind: str, step: int, *, one: str, its: Sequence[str], other: str, has: Sequence[str]
+) -> ConfigError:
     """Return the error for a sequence of updates that depends on more than the step.
 
     Args:
         kind: Name of the recipe's class.
         step: The step in which sequences differ.
         one: Description of a pass (a micro-batch or rank).
-        its: Optimizer of the next update of ``one``; None: it has ended.
+        its: Optimizers of the next update of ``one``; empty: it has ended.
         other: Description of a pass with a different update at the same position.
-        name: Optimizer of the next update of ``other``; None: it has ended.
+        has: Optimizers of the next update of ``other``; empty: it has ended.
     """
     return ConfigError(
-        f"{kind}.updates: in step {step} {one} {_next(its)} where {other} {_next(name)}. "
+        f"{kind}.updates: in step {step} {one} {_next(its)} where {other} {_next(has)}. "
         "The sequence of updates may depend on the step alone, not on data or random numbers."
     )
 
@@ -228,5 +257,9 @@ def _described(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _next(name: str | None) -> str:
-    return "ends" if name is None else f"updates {name!r}"
+def _next(names: Sequence[str]) -> str:
+    return f"updates {_listed(names)}" if names else "ends"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(map(repr, names))

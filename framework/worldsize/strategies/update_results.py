@@ -18,7 +18,7 @@ from worldsize.core import ConfigError, StepResult
 class UpdateResult:
     """The result of one update in this process; :class:`StepResult` is that of a step."""
 
-    name: str
+    names: Sequence[str]  # of the optimizers that took it
     losses: Sequence[Tensor]
     grad_norm: Tensor | None
     skipped: bool
@@ -94,7 +94,7 @@ def _metrics(
     losses = results[0].losses
     one_b = torch.ones(len(losses), dtype=torch.float64, device=losses[0].device)
     for place, (name, rate) in enumerate(rates.items()):
-        own = [result.losses for result in results if result.name == name]
+        own = [result.losses for result in results if name in result.names]
         total_b = torch.stack(_sums(own)) if own else one_b * 0
         metrics[f"loss/{name}"] = torch.stack([total_b, one_b * len(own)], dim=1)
         if place and rate is not None:

@@ -41,12 +41,13 @@ def _several_updates(recipe: MultiUpdateRecipe, model: nn.Module) -> Step:
 
     def step(batch: Batch, number: int) -> float:
         total = 0.0
-        for name, loss in recipe.updates(model, batch, number):
+        for names, loss in recipe.updates(model, batch, number):
             model.zero_grad()
             mean_loss(loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]
-            optimizers[name].step()
-            if name in schedules:
-                schedules[name].step()
+            for name in (names,) if isinstance(names, str) else names:
+                optimizers[name].step()
+                if name in schedules:
+                    schedules[name].step()
             total += float(mean_loss(loss).detach())
         return total
 

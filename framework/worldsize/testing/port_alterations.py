@@ -113,7 +113,7 @@ def _backward(
         seed_generators(batch.seed, config.device)
         without: AbstractContextManager[Any] = nullcontext() if alteration.dropout else NoDropout()
         with without, autocast(config.device, config.numerics.precision):
-            loss = LossOutput.of(recipe.loss_at(model, batch.data, batch.step)).loss
+            loss = LossOutput.of(recipe.micro_batch_loss(model, batch)).loss
             total, weight = loss if isinstance(loss, tuple) else (loss, torch.ones(()))
             if alteration.mean == "means":
                 total, weight = total / weight, torch.ones(())
@@ -133,7 +133,7 @@ def _in_order(recipe: Recipe, config: PortConfig) -> Iterator[list[MicroBatch]]:
     for step in range(1, config.steps + 1):
         places = [torch.tensor(order.positions(step, rank)) % len(data) for rank in order.mine]
         yield [
-            MicroBatch(fetch(data, indices, collate), order.step_seed(step, rank), step)
+            MicroBatch(fetch(data, indices, collate), order.step_seed(step, rank), step, rank)
             for rank, indices in zip(order.mine, places, strict=True)
         ]
 

@@ -29,16 +29,17 @@ def counted_flops(recipe: Recipe, batch: MicroBatch) -> int:
     optimizer needs. The passes run eagerly on the meta device, where nothing is computed: no weight, buffer or random
     generator of the run changes, and what a strategy does twice, such as activation checkpointing, does not count.
     """
-    data = _on_meta(batch).data
+    batch = _on_meta(batch)
     with generators_kept(), torch.device("meta"), FlopCounterMode(display=False) as counter:
         model = recipe.model()
         if isinstance(recipe, MultiUpdateRecipe):
             optimizers = optimizers_of(recipe, model)
-            for name, loss in recipe.updates(model, data, batch.step):
-                trained = parameters_of(optimizers[name])
+            for name, loss in recipe.micro_batch_updates(model, batch):
+                names = (name,) if isinstance(name, str) else name
+                trained = [parameter for each in names for parameter in parameters_of(optimizers[each])]
                 torch.autograd.grad(_scalar(loss), trained, retain_graph=True, allow_unused=True)
         else:
-            _scalar(recipe.loss_at(model, data, batch.step)).backward()  # type: ignore[no-untyped-call]
+            _scalar(recipe.micro_batch_loss(model, batch)).backward()  # type: ignore[no-untyped-call]
     return int(counter.get_total_flops())
 
 

@@ -147,13 +147,13 @@ def test_all_go_on_when_an_update_is_made_and_not_before(leader: Leader) -> None
     waiting = {name: leader.report(name, task, "x") for name, task in tasks.items()}
     reported = leader.rounds.reported(9)
     assert isinstance(reported, Reported)
-    assert (reported.name, [float(each.loss) for each in reported.records]) == ("x", [0, 1, 2, 3])
+    assert (reported.names, [float(each.loss) for each in reported.records]) == (("x",), [0, 1, 2, 3])
     assert not any(each.done() for each in waiting.values())
     leader.rounds.complete_update()
     assert [each.result(5) for each in waiting.values()] == [{"do": "continue"}] * 2
     for name, task in tasks.items():
         leader.end(name, task)
-    assert leader.rounds.reported(9) == Reported(None, [])
+    assert leader.rounds.reported(9) == Reported((), [])
 
 
 def test_who_is_lost_has_the_step_repeated_by_those_who_stay(leader: Leader) -> None:
@@ -168,7 +168,7 @@ def test_who_is_lost_has_the_step_repeated_by_those_who_stay(leader: Leader) -> 
     leader.report("a", again, "y")
     reported = leader.rounds.reported(9)
     assert reported is not None
-    assert reported.name == "y"
+    assert reported.names == ("y",)
 
 
 @pytest.mark.parametrize(

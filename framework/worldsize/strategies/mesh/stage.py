@@ -93,4 +93,4 @@ class Stage(nn.Module):
         batch = self._batches[int(number)]
         seed_generators(batch.seed, self._device)  # the recipe draws what it drew on the first stage
         with autocast(self._device, self._precision):
-            return self._recipe.loss_at(KnownOutput(output), batch.data, batch.step)
+            return self._recipe.micro_batch_loss(KnownOutput(output), batch)

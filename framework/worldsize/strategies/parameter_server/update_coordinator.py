@@ -90,24 +90,28 @@ class UpdateCoordinator(Replica):
                 reported = self._rounds.reported(step)
             if reported is None:
                 return None
-            if reported.name is None:
+            if not reported.names:
                 return results
             with phase("update"):
-                results.append(self._applied(reported.name, reported))
+                results.append(self._applied(reported))
             self._rounds.complete_update()
 
-    def _applied(self, name: str, reported: Reported) -> UpdateResult:
-        """Weigh and clip the mean gradient, and let the shards of the optimizer apply the update."""
-        shards, factor, norm = self._shards[name], 1.0, None
-        count = shards.own.master.shard.step + 1
-        losses = _weighed(shards, count, reported.records)
-        skipped = False
+    def _applied(self, reported: Reported) -> UpdateResult:
+        """Weigh and clip the mean gradient, and let the shards of the optimizers apply the update."""
+        counts = {name: self._shards[name].own.master.shard.step + 1 for name in reported.names}
+        losses, factor = _weighed(reported.records)
+        if factor is not None:
+            for name, count in counts.items():
+                self._shards[name].weigh(count, factor)
+        skipped, clipping, norm = False, 1.0, None
         if self._numerics.needs_norm:
-            norm = torch.linalg.vector_norm(torch.stack(self._norms(name)))
+            norms = [each for name in reported.names for each in self._norms(name)]
+            norm = torch.linalg.vector_norm(torch.stack(norms))
             skipped = self._numerics.skips(norm)
-            factor = float(clip_factor(norm, self._numerics.norm_limit))
-        shards.apply(count, None if skipped else factor)
-        return UpdateResult(name, losses, norm, skipped, step_metrics(reported.records))
+            clipping = float(clip_factor(norm, self._numerics.norm_limit))
+        for name, count in counts.items():
+            self._shards[name].apply(count, None if skipped else clipping)
+        return UpdateResult(reported.names, losses, norm, skipped, step_metrics(reported.records))
 
     def _norms(self, name: str) -> list[Tensor]:
         """Return the norm of each parameter's gradient, in the order of the optimizer."""
@@ -145,13 +149,12 @@ class UpdateCoordinator(Replica):
             shards.stop()
 
 
-def _weighed(shards: AllShards, count: int, records: Sequence[LossRecord]) -> list[Tensor]:
-    """Divide the gradient by the update's weight if losses are sums; return each record's part of the mean loss."""
+def _weighed(records: Sequence[LossRecord]) -> tuple[list[Tensor], float | None]:
+    """Return each record's part of the mean loss, and the factor of the gradient if losses are sums, else None."""
     if not records[0].is_weighted:
-        return [record.loss for record in records]
+        return [record.loss for record in records], None
     factor = weight_factor([record.loss[1] for record in records], None)
-    shards.weigh(count, float(factor))
-    return [record.loss[0] * factor for record in records]
+    return [record.loss[0] * factor for record in records], float(factor)
 
 
 def _combined_load(loads: Sequence[Mapping[str, Any]], *, step: int) -> dict[str, Any]:

@@ -18,12 +18,12 @@ class _Round:
     """One update of the step in progress.
 
     Attributes:
-        names: The optimizer to whose update each worker has contributed, by the worker's name.
+        updates: The optimizers to whose update each worker has contributed, by the worker's name.
         records: Records of the losses, by logical rank.
         is_applied: Whether the update is applied; False: the step is abandoned; None: undecided.
     """
 
-    names: dict[str, str] = field(default_factory=dict)
+    updates: dict[str, tuple[str, ...]] = field(default_factory=dict)
     records: dict[int, LossRecord] = field(default_factory=dict)
     is_applied: bool | None = None
 
@@ -34,11 +34,11 @@ class Reported:
     """An update to which all workers have contributed their gradients.
 
     Attributes:
-        name: The optimizer; None: the step has no further update.
+        names: The optimizers; empty: the step has no further update.
         records: Records of the losses, by logical rank.
     """
 
-    name: str | None
+    names: Sequence[str]
     records: Sequence[LossRecord]
 
 
@@ -79,7 +79,7 @@ class UpdateRounds:
         if facts["attempt"] != self._attempt or member is None or member.hand != Unit(step, tuple(ranks)):
             return False
         mine = self._round
-        mine.names[name] = str(facts["update"])
+        mine.updates[name] = tuple(map(str, facts["update"]))
         records = [LossRecord.from_message(message) for message in facts["records"]]
         mine.records.update(zip(ranks, records, strict=True))
         self.scheduler.changed.notify_all()
@@ -124,10 +124,10 @@ class UpdateRounds:
         with self.scheduler.changed:
             if staleness.orphans:
                 return None
-            ends: list[str | None] = [None] if staleness.done > before else []
-            first, *others = dict.fromkeys([*current.names.values(), *ends])
+            ends: list[tuple[str, ...]] = [()] if staleness.done > before else []
+            first, *others = dict.fromkeys([*current.updates.values(), *ends])
             if others:
-                raise updates_differ(self.kind, step, one="one worker", its=first, other="another", name=others[0])
+                raise updates_differ(self.kind, step, one="one worker", its=first, other="another", has=others[0])
             return Reported(first, [current.records[rank] for rank in sorted(current.records)])
 
     def complete_update(self) -> None:

@@ -111,15 +111,17 @@ class UpdateWorker:
             for each, count in counts.items():
                 self._pull(each, count)
             while True:
-                name, records, arrivals = self._computed(passes, ranks)
-                if name is None:
+                records, arrivals = self._computed(passes, ranks)
+                if not arrivals:
                     break
-                counts[name] += 1
-                self._push(name, arrivals, count=counts[name])
+                for name, parts in arrivals.items():
+                    counts[name] += 1
+                    self._push(name, parts, count=counts[name])
                 messages = [record.message() for record in records]
                 with phase("communication"):
-                    yield {"update": name, **unit, "records": messages}
-                self._pull(name, counts[name])
+                    yield {"update": list(arrivals), **unit, "records": messages}
+                for name in arrivals:
+                    self._pull(name, counts[name])
         self._unowned.check()
         if self._options() != options:
             raise ConfigError(
@@ -129,29 +131,33 @@ class UpdateWorker:
         yield {"unit": [step, ranks], "records": [each.take_metrics().message() for each in passes]}
 
     def _pass(self, batch: Any, flags: ModelFlags) -> UpdatePass:
-        begin = partial(self._recipe.updates, self._model, batch.data, batch.step)
+        begin = partial(self._recipe.micro_batch_updates, self._model, batch)
         kind, device = type(self._recipe).__name__, self._context.world.device
         return UpdatePass(kind, begin, batch, names=self._parts, device=device, flags=flags)
 
     def _computed(
         self, passes: Sequence[UpdatePass], ranks: Sequence[int]
-    ) -> tuple[str | None, list[LossRecord], PartialSums]:
+    ) -> tuple[list[LossRecord], dict[str, PartialSums]]:
         """Run all generators to the next update, and compute its gradient.
 
         Returns:
-            The name of the optimizer, or None if the generators have ended; the records of the losses; the gradients.
+            The records of the losses; the gradients by optimizer, of none if the generators have ended.
         """
-        total, arrivals, records = self._context.logical_ranks, PartialSums(self._context.logical_ranks), []
+        total, records = self._context.logical_ranks, []
+        arrivals: dict[str, PartialSums] = {}
         for rank, current in zip(ranks, passes, strict=True):
             with autocast(self._context.world.device, self._context.numerics.precision):
                 current.advance(lambda action: action())
             current.check_same(passes[0])
-            if current.name is not None:
+            if current.update:
                 loss, record = current.take_loss()
-                loss.backward(inputs=self._owned(current.name))  # type: ignore[no-untyped-call]
+                owned = [parameter for name in current.update for parameter in self._owned(name)]
+                loss.backward(inputs=owned)  # type: ignore[no-untyped-call]
                 records.append(record)
-                arrivals.add(total, rank, taken(self._parameters[current.name].values()))
-        return passes[0].name, records, arrivals
+                for name in current.update:
+                    sums = arrivals.setdefault(name, PartialSums(total))
+                    sums.add(total, rank, taken(self._parameters[name].values()))
+        return records, arrivals
 
     def _owned(self, name: str) -> list[nn.Parameter]:
         """Return the parameters that optimizer ``name`` now trains, all of which the servers must own."""

@@ -147,7 +147,7 @@ class Worker:
         device = self._context.world.device
         seed_generators(batch.seed, device)
         with autocast(device, self._context.numerics.precision):
-            output = LossOutput.of(self._recipe.loss_at(self._model, batch.data, batch.step))
+            output = LossOutput.of(self._recipe.micro_batch_loss(self._model, batch))
         if not self._options.synchronous:  # a synchronous step divides by its total weight
             output = replace(output, loss=mean_loss(output))
         total, record = differentiable(output)
