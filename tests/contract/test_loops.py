@@ -10,7 +10,8 @@ from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.loops import CASES, faults, outcomes
+from worldsize.testing.cases import CASES
+from worldsize.testing.loops import faults, outcomes
 
 ORDERED: dict[str, tuple[Strategy, int]] = {
     "single": (Single(reduce="ordered"), 1),

@@ -38,7 +38,8 @@ from worldsize.strategies.parameter_server.hybrid import HybridParameterServer
 from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.recipes import SharedLoss, TwoPlayers
+from worldsize.testing.recipes import TwoPlayers
+from worldsize.testing.update_loops import SharedLoss
 from worldsize.testing.worlds import run_in_worlds
 
 ALONE = World.alone(torch.device("cpu"))
@@ -202,9 +203,10 @@ class Joint(Two):
         yield ["b", "a"], (model["a"](batch[0]) * model["b"](batch[0])).mean()
 
 
-class TogetherByData(Joint):
+class TogetherByData(Two):
     def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
-        yield from (super() if float(batch[0].sum()) < 5 else Two()).updates(model, batch, step)
+        recipe = Joint() if float(batch[0].sum()) < 5 else Two()
+        yield from recipe.updates(model, batch, step)
 
 
 class Vector(Two):
@@ -403,6 +405,7 @@ def test_an_update_clips_the_gradient_of_its_own_parameters() -> None:
     for name, loss in Two().updates(plain, batch.data, 1):
         plain.zero_grad()
         assert isinstance(loss, Tensor)
+        assert isinstance(name, str)
         loss.backward()  # type: ignore[no-untyped-call]
         norms.append(nn.utils.clip_grad_norm_(plain[name].parameters(), 0.1))  # type: ignore[index]
         optimizers[name].step()
@@ -413,7 +416,7 @@ def test_an_update_clips_the_gradient_of_its_own_parameters() -> None:
 
 
 def test_optimizers_of_one_loss_share_a_backward_pass_and_a_norm() -> None:
-    """Compare with plain PyTorch, which clips all parameters together; the loss counts once, and for each of them."""
+    """Compare with plain PyTorch and a norm of all parameters; the loss counts once, and for each optimizer."""
     (batch,) = batches_of(1)
     replica, plain = replica_of(Joint(), Numerics(clip_norm=0.1)), Joint().model()
     optimizers = Joint().optimizers(plain)
@@ -430,9 +433,18 @@ def test_optimizers_of_one_loss_share_a_backward_pass_and_a_norm() -> None:
     assert {result.metrics[name].tolist()[0][0] for name in ("loss/a", "loss/b")} == {float(loss.detach())}
 
 
+class SharedByRank(SharedLoss):
+    """A shared loss that depends on the step and the logical rank."""
+
+    def micro_batch_updates(self, model: nn.Module, batch: MicroBatch) -> Iterable[Update]:
+        for names, loss in self.updates(model, batch.data, batch.step):
+            assert isinstance(loss, Tensor)
+            yield names, loss * (1 + batch.logical_rank + batch.step / 8)
+
+
 def shared_loss(strategy: Strategy, world: World, *, steps: int = 5) -> Mapping[str, Tensor]:
-    """Train with four logical ranks, on which the loss depends, and clipping; return all weights."""
-    recipe = SharedLoss(by_rank=True)
+    """Train a loss by logical rank with clipping, on four of them; return all weights."""
+    recipe = SharedByRank()
     replica = strategy.replica(recipe, RunContext(world, Numerics(clip_norm=0.5)))
     order = Order(SEED, 24, 4, logical_ranks_of(world.rank, world.size, 4, replica.dealing))
     batches = micro_batches(recipe.data("train"), order, world.device)
@@ -443,7 +455,7 @@ def shared_loss(strategy: Strategy, world: World, *, steps: int = 5) -> Mapping[
 
 def plain_shared_loss(steps: int = 5) -> Mapping[str, Tensor]:
     recipe = SharedLoss()
-    model, order = recipe.model(), Order(SEED, 24, 4, range(4))
+    model, order = recipe.model(), Order(SEED, 24, 4, (0, 1, 2, 3))
     optimizers = recipe.optimizers(model)
     schedules = recipe.schedules(optimizers)
     for step, parts in zip(range(1, steps + 1), micro_batches(recipe.data("train"), order, ALONE.device), strict=False):

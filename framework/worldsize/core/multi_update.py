@@ -57,7 +57,7 @@ class MultiUpdateRecipe(Recipe):
         is a mean, or a sum and its weight, as in :meth:`Recipe.loss`.
 
         Several optimizers that minimize one loss share a backward pass: ``yield ("muon", "adamw"), loss``. Their
-        gradients are clipped by one norm, that of all their parameters, and then each of them takes its step.
+        gradients are clipped together, by one norm, and then each of them takes its step.
 
         The sequence of names may depend on ``step``, but not on data or random numbers: it must be the same for all
         logical ranks. The generator runs once for each logical rank, so it must not change parameters itself.

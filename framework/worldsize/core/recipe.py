@@ -109,7 +109,8 @@ class Recipe(ABC):
     def loss_at(self, model: nn.Module, batch: Batch, step: int) -> Loss:
         """Return the loss in step number ``step``, counted from 1. Override it if the loss depends on the step.
 
-        Training calls :meth:`micro_batch_loss`, which calls this method, which calls :meth:`loss` unless overridden.
+        Training calls :meth:`micro_batch_loss`. Unless they are overridden, it calls this method, and this one
+        :meth:`loss`.
         """
         return self.loss(model, batch)
 
@@ -234,7 +235,7 @@ class MicroBatch:
 
     Attributes:
         data: The batch, as the recipe collates it.
-        seed: The seed of the logical rank's random stream in this step, which training has set before the loss.
+        seed: The seed of the logical rank's random stream in this step, set before the loss is computed.
         step: The step, counted from 1.
         logical_rank: The logical rank, counted from 0, whichever process computes it.
     """

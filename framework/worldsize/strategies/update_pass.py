@@ -60,7 +60,7 @@ class UpdatePass:
         self.update: tuple[str, ...] = ()
         """The optimizers for whose update the generator waits, in the recipe's order; empty: it has ended."""
         self._loss: Loss | None = None  # of that update
-        self._taken: tuple[ReferenceType[Tensor], str] | None = None  # the last loss, and who minimized it
+        self._taken: tuple[ReferenceType[Tensor], str] | None = None  # the last loss, and its optimizers
         self._returned: Any = None
 
     def advance(self, call: Callable[[Callable[[], Any]], Any]) -> None:

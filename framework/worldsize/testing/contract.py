@@ -21,8 +21,9 @@ from torch import Tensor
 from worldsize.checkpoints.load import newest, read_tensors
 from worldsize.core import ConfigError, Recipe, RunContext, Strategy
 from worldsize.planning.construction import check_construction, check_trainable
+from worldsize.testing.cases import CASES
 from worldsize.testing.leaks import LOOPBACK, children, listening
-from worldsize.testing.loops import CASES, faults, outcomes
+from worldsize.testing.loops import faults, outcomes
 from worldsize.testing.recipes import AveragedChain, TwoPlayers
 from worldsize.testing.training import ALONE, CHAIN, STEPS, Trained, cluster_of, reference, run_in_roles, train
 
@@ -45,7 +46,7 @@ class StrategyContract:
         loss_differs: Reason why the algorithm by design does not have the loss of one process; empty: it does. The test
             then asks only that the loss falls, and is skipped with this reason, which ``pytest -rs`` shows.
         partners: Strategies that must load its checkpoints and it theirs, at the first of ``sizes``.
-        refuses: Names of the :data:`~worldsize.testing.loops.CASES` that it refuses; None: any that it refuses with a
+        refuses: Names of the :data:`~worldsize.testing.cases.CASES` that it refuses; None: any that it refuses with a
             remedy.
     """
 
@@ -147,7 +148,7 @@ class StrategyContract:
                 assert_same(loaded.model, saved.model)
 
     def test_it_trains_what_a_plain_loop_trains_or_refuses_it(self) -> None:
-        """Train :data:`~worldsize.testing.loops.CASES`, and compare weights with a plain loop, at the smallest size.
+        """Train :data:`~worldsize.testing.cases.CASES`, and compare weights with a plain loop, at the smallest size.
 
         A strategy with a ``tolerance`` above 0.001, or whose loss differs by design, need only train or refuse them.
         """

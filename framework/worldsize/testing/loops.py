@@ -1,7 +1,7 @@
 """Small programs with one peculiarity each, which a strategy trains as a plain PyTorch loop does, or refuses.
 
-A case is a recipe and a loop in plain PyTorch. Every strategy and plugin is held to all of :data:`CASES` by
-:class:`~worldsize.testing.contract.StrategyContract`.
+A case is a recipe and a loop in plain PyTorch. Every strategy and plugin is held to all of
+:data:`worldsize.testing.cases.CASES` by :class:`~worldsize.testing.contract.StrategyContract`.
 """
 
 from __future__ import annotations
@@ -204,7 +204,3 @@ class Loop(Recipe):
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
         return {"error": ((model(batch[0]) - batch[1]).square().sum(), torch.tensor(len(batch[0])))}
-
-
-CASES: Sequence[Case] = (Case("plain", Loop()),)
-"""All cases of the contract; those with a longer recipe stand in modules beside this one."""

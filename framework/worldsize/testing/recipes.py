@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
-from worldsize.core import MicroBatch, MultiUpdateRecipe, Recipe, TensorStyle, Update
+from worldsize.core import MultiUpdateRecipe, Recipe, TensorStyle, Update
 
 _WIDTH = 16
 
@@ -160,51 +160,6 @@ class TwoPlayers(MultiUpdateRecipe):
     def _observer(self, model: nn.Module) -> nn.Module:
         assert isinstance(model, nn.ModuleDict)
         return model["observer"]
-
-
-@dataclass(frozen=True)
-class SharedLoss(MultiUpdateRecipe):
-    """A :class:`Chain` of which one optimizer updates the matrices and another the rest, by one loss.
-
-    Each has a schedule of its own. With ``by_rank`` the loss also depends on the step and the logical rank.
-    """
-
-    by_rank: bool = False
-
-    def model(self) -> nn.Module:
-        return Chain(depth=1).model()
-
-    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
-        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-        others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
-        return {
-            "matrices": torch.optim.SGD(matrices, lr=0.05, momentum=0.5),
-            "others": torch.optim.AdamW(others, lr=0.01),
-        }
-
-    def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
-        scheduler = torch.optim.lr_scheduler.StepLR
-        return {name: scheduler(each, place + 2, 0.5) for place, (name, each) in enumerate(optimizers.items())}
-
-    def data(self, split: str) -> TensorDataset:
-        return Chain().data(split)
-
-    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
-        yield ("others", "matrices"), Chain().loss(model, batch)
-
-    def micro_batch_updates(self, model: nn.Module, batch: MicroBatch) -> Iterable[Update]:
-        if not self.by_rank:
-            yield from self.updates(model, batch.data, batch.step)
-            return
-        for names, loss in self.updates(model, batch.data, batch.step):
-            assert isinstance(loss, Tensor)
-            yield names, loss * (1 + batch.logical_rank + batch.step / 8)
-
-    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        return Chain().evaluate(model, batch)
-
-    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        return Chain().blocks(model)
 
 
 @final

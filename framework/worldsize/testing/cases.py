@@ -1,0 +1,10 @@
+"""All programs that :class:`~worldsize.testing.contract.StrategyContract` holds strategies to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from worldsize.testing.loops import Case, Loop
+from worldsize.testing.update_loops import UPDATES
+
+CASES: Sequence[Case] = (Case("plain", Loop()), *UPDATES)

@@ -1,0 +1,98 @@
+"""Small programs whose peculiarity is their updates: several optimizers of one loss, losses by logical rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.utils.data import default_collate
+
+from worldsize.core import Batch, Loss, MicroBatch, MultiUpdateRecipe, Numerics, Update
+from worldsize.testing.loops import Case, Loop
+from worldsize.testing.training import BATCH
+
+
+@dataclass(frozen=True)
+class SharedLoss(MultiUpdateRecipe):
+    """A :class:`Loop` of which one optimizer updates the matrices and another the rest, by one loss."""
+
+    def model(self) -> nn.Module:
+        return Loop().model()
+
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+        return {
+            "matrices": torch.optim.SGD(matrices, lr=0.05, momentum=0.5),
+            "others": torch.optim.AdamW(others, lr=0.01),
+        }
+
+    def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
+        return {name: StepLR(each, place + 2, 0.5) for place, (name, each) in enumerate(optimizers.items())}
+
+    def data(self, split: str) -> Any:
+        return Loop().data(split)
+
+    def updates(self, model: nn.Module, batch: Batch, step: int) -> Iterable[Update]:
+        yield ("others", "matrices"), Loop().loss(model, batch)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
+        return Loop().evaluate(model, batch)
+
+
+def shared_loss(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
+    """Take one backward pass a step, clip all gradients together, and let both optimizers step.
+
+    ``batches``: inputs (batch, 4) and targets (batch, 1) of each step.
+    """
+    recipe, limit = case.recipe, case.numerics.clip_norm
+    assert isinstance(recipe, SharedLoss)
+    assert limit is not None
+    model = recipe.model()
+    optimizers = recipe.optimizers(model)
+    schedules = recipe.schedules(optimizers)
+    for batch in batches:
+        model.zero_grad()
+        Loop().loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+        for name, optimizer in optimizers.items():
+            optimizer.step()
+            schedules[name].step()
+    return model.state_dict()
+
+
+@dataclass(frozen=True)
+class ByRank(Loop):
+    """A program whose first logical rank adds a term to the loss: the output for a row that every batch ends with."""
+
+    def collate(self, samples: list[Any]) -> Batch:
+        inputs, targets = default_collate(samples)
+        return torch.cat([inputs, torch.ones(1, 4)]), targets
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        total, weight = self._sums(model, batch, adds=True)
+        return total / weight
+
+    def micro_batch_loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
+        return self._sums(model, batch.data, adds=batch.logical_rank == 0)
+
+    def _sums(self, model: nn.Module, batch: Batch, *, adds: bool) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch
+        *_, last = outputs = model(inputs)
+        total = (outputs[:-1] - targets).square().sum()
+        return total + (BATCH * 0.1 * last.square().sum() if adds else last.sum() * 0), torch.tensor(len(targets))
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
+        inputs, targets = batch
+        return super().evaluate(model, (inputs[:-1], targets))
+
+
+UPDATES: Sequence[Case] = (
+    Case("shared-loss", SharedLoss(), numerics=Numerics(clip_norm=0.5), reference=shared_loss),
+    Case("loss-by-logical-rank", ByRank()),
+)
