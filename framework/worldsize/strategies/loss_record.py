@@ -86,6 +86,48 @@ def differentiable(loss: Loss) -> tuple[Tensor, LossRecord]:
     return scalar, LossRecord(_pair(*output.loss, scalar.device), metrics)
 
 
+def trainable(loss: Loss) -> tuple[Tensor, LossRecord]:
+    """Split the result of ``Recipe.loss`` as :func:`differentiable` does, and check that it can be differentiated.
+
+    Raises:
+        ConfigError: the loss is no loss, not a scalar, or depends on no trained parameter.
+    """
+    output: Any = LossOutput.of(loss).loss
+    total = output[0] if isinstance(output, tuple) and len(output) == 2 else output
+    if not isinstance(total, Tensor):
+        returned = "None" if output is None else f"a {type(output).__name__}"
+        raise ConfigError(
+            f"the recipe's loss returned {returned} for a micro-batch. Return the mean, a scalar tensor, or (the sum, "
+            "its weight)."
+        )
+    if total.ndim and total.numel() != 1:
+        raise ConfigError(
+            f"the recipe's loss returned a tensor of shape {list(total.shape)} for a micro-batch, not a scalar. Return "
+            "its mean(), or (its sum(), its weight)."
+        )
+    if not total.requires_grad:
+        raise ConfigError(
+            "the recipe's loss for a micro-batch depends on no trained parameter, so that it has no gradient. Compute "
+            "it with the model for each micro-batch, outside torch.no_grad() and without detach(); if no sample of a "
+            "micro-batch counts, multiply by 0, or return (the sum, a weight of 0)."
+        )
+    return differentiable(loss)
+
+
+def check_same_form(records: Sequence[LossRecord]) -> None:
+    """Raise ConfigError if some losses are means and others are sums with their weights."""
+    if len({record.is_weighted for record in records}) > 1:
+        raise forms_differ("in one micro-batch", "in another")
+
+
+def forms_differ(one: str, other: str) -> ConfigError:
+    """Return the error for a loss that is a mean in ``one`` place of a run, and a weighted sum in the ``other``."""
+    return ConfigError(
+        f"the recipe's loss returned a mean {one}, and (the sum, its weight) {other}. Return the same form each time; "
+        "for a micro-batch in which nothing counts that is (a sum of 0 that the model has computed, a weight of 0)."
+    )
+
+
 def _pair(total: Tensor | float, count: Tensor | float, device: torch.device) -> Tensor:
     return torch.stack([_double(each, device) for each in (total, count)])
 

@@ -14,10 +14,11 @@ from worldsize.core import EvaluationBatch, Precision, Recipe, Replica, RunConte
 from worldsize.metrics.collector import MetricCollector
 from worldsize.optimizers.schedule_free import evaluated_weights
 from worldsize.reproducibility.seeds import generators_kept, seed_generators
+from worldsize.strategies.agreed_losses import AgreedLosses
 from worldsize.strategies.compiled import COMPILATIONS
 from worldsize.strategies.gradient_reducer import GradientReducer
-from worldsize.strategies.loss_record import LossRecord
-from worldsize.strategies.loss_weights import fp16_share, weight_factor
+from worldsize.strategies.loss_record import LossRecord, check_same_form
+from worldsize.strategies.loss_weights import weight_factor
 from worldsize.strategies.recomputed import prepare_passes
 from worldsize.strategies.train_state import OptimizedModel, TrainState
 
@@ -99,7 +100,7 @@ class ModelReplica(Replica):
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
         self._logical_ranks = logical_ranks
         prepare_passes(recipe, self.model, self.numerics, self.world.device)
-        self._fp16_share: Tensor | None = None  # scale of a summed loss in float16, agreed on for each gradient
+        self._agreed = AgreedLosses(None if self._group is None else self.world)
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         with evaluated_weights(self.train_state.optimizers, self.model), self._autocast():
@@ -135,14 +136,14 @@ class ModelReplica(Replica):
     def _scaled(self, loss: Tensor, record: LossRecord, scale: float) -> Tensor:
         """Return the scalar of the backward pass: ``loss`` times ``scale``; sums in float16 are scaled to its range."""
         if self.scaler.is_enabled() and record.is_weighted:
-            if self._fp16_share is None:
-                self._fp16_share = fp16_share(record.loss[1], self._group)
-            loss = loss * self._fp16_share
+            loss = loss * self._agreed.fp16_share(record.loss[1])
         return self.scaler.scale(loss if scale == 1 else loss * scale)
 
     def _weighed(self, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]) -> Sequence[Tensor]:
         """Divide the gradient by the total weight if losses are sums; return each record's part of the mean loss."""
-        share, self._fp16_share = self._fp16_share, None
+        share = self._agreed.take_share()
+        check_same_form(records)
+        self._agreed.check_form(parameters, records[0])
         if not records[0].is_weighted:
             return [record.loss for record in records]
         weights = [record.loss[1] for record in records]

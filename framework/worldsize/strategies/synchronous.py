@@ -11,7 +11,7 @@ from worldsize.collectives.step_timer import backward, phase
 from worldsize.core import MicroBatch, Recipe, RunContext, StepResult
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.gradient_reducer import GradientReducer
-from worldsize.strategies.loss_record import LossRecord, differentiable, step_metrics
+from worldsize.strategies.loss_record import LossRecord, step_metrics, trainable
 from worldsize.strategies.model_replica import ModelReplica
 from worldsize.strategies.train_state import TrainState
 
@@ -58,7 +58,8 @@ class SynchronousReplica(ModelReplica):
     def _backward(self, batch: MicroBatch, scale: float) -> LossRecord:
         seed_generators(batch.seed, self.world.device)
         with self._autocast():
-            loss, record = differentiable(self.recipe.micro_batch_loss(self.module, batch))
+            loss, record = trainable(self.recipe.micro_batch_loss(self.module, batch))
+        self._agreed.check_form(self._parameters, record)
         scaled = self._scaled(loss, record, scale)
         if self.module is self.model:
             scaled.backward()  # type: ignore[no-untyped-call]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from worldsize.testing.loops import Case, Loop
+from worldsize.testing.loss_loops import LOSS_CASES
 from worldsize.testing.update_loops import UPDATES
 
-CASES: Sequence[Case] = (Case("plain", Loop()), *UPDATES)
+CASES: Sequence[Case] = (Case("plain", Loop()), *UPDATES, *LOSS_CASES)

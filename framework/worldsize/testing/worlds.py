@@ -90,7 +90,10 @@ def _body(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         with open_world(placement, cluster, roles) as world:
-            _answer(sender, succeeded=True, result=body(world))
+            try:
+                _answer(sender, succeeded=True, result=body(world))
+            except BaseException:  # answered before its connections close, at which others fail
+                _answer(sender, succeeded=False, result=traceback.format_exc())
     except BaseException:
         _answer(sender, succeeded=False, result=traceback.format_exc())
 

@@ -56,6 +56,7 @@ from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.preemption import PREEMPTED, Preemption
 from worldsize.world.world import threads_per_process
 
+_Examination = Callable[[StepDone], None]  # of all ranks together, at a logged step
 _StreamStates = Callable[[int], dict[str, Tensor]]  # given a step that has just been taken
 
 
@@ -85,7 +86,6 @@ class Training:
         self._preemption = preemption
         self._history = History(run.metrics)
         self._watch: SlowHostWatch | None = None
-        self._uneven: UnevenStreams | None = None
         if settings.observe.step_breakdown and world.size > 1:
             exclude = self._exclude if settings.excludes_slow else None
             health = partial(why_host_is_slow, run, per_node=settings.cluster.processes_per_node)
@@ -193,7 +193,7 @@ class Training:
         self, first: TrainingProgress, checkpoint: Checkpoint | None, heartbeat: Heartbeat | None
     ) -> TrainingProgress:
         settings, world, part = self._settings, self._world, _part(self._settings, self._world)
-        batches, streams = self._data(first.step, checkpoint)
+        batches, streams, examine_data = self._data(first.step, checkpoint)
         throughput = Throughput(settings, world)
         data, splits = self._carried.evaluation, settings.evaluation.splits
         if not self._leads:
@@ -214,7 +214,7 @@ class Training:
             at=settings.faults.at,
             progressed=self._carried.note,
             logged=self._carried.copy,
-            examine=self._examine,
+            examine=partial(_each, [self._watch.measure_links if self._watch else _ignore, examine_data]),
             before_update=self._carried.before_update,
         )
         timer = StepTimer(world.device) if settings.observe.step_breakdown else None
@@ -234,14 +234,16 @@ class Training:
                 timer=timer,
             )
 
-    def _data(self, first: int, checkpoint: Checkpoint | None) -> tuple[Iterable[list[MicroBatch]], _StreamStates]:
-        """Return the batches of the steps after ``first``, and the position of their stream after each.
+    def _data(
+        self, first: int, checkpoint: Checkpoint | None
+    ) -> tuple[Iterable[list[MicroBatch]], _StreamStates, _Examination]:
+        """Return the batches of the steps after ``first``, the position of their stream after each, and its checks.
 
         A process that leads draws none.
         """
         if self._leads:
-            return repeat([]), _no_states
-        settings, world, states = self._settings, self._world, _no_states
+            return repeat([]), _no_states, _ignore
+        settings, world, states, examine = self._settings, self._world, _no_states, _ignore
         seed_generators(stream(settings.training.seed, "data"), world.device)  # the data set may draw its order
         train = self._carried.train
         if is_iterable(train):
@@ -253,18 +255,13 @@ class Training:
             if checkpoint and STREAMS in settings.checkpoint.ignored(checkpoint.step):
                 checkpoint = None
             train = TrainingStream(train, checkpoint=checkpoint, speaks=world.rank == 0)
-            self._uneven = UnevenStreams(train, world)
+            examine = UnevenStreams(train, world).examine
             data_rank = settings.strategy.data_rank
             if all(data_rank(replace(world, rank=rank)) != _part(settings, world).rank for rank in range(world.rank)):
                 states = train.states  # else a rank before this one reads the same, and writes
         workers, collate = _data_workers(settings, self._emit, world.rank), collate_of(settings.recipe)
-        return micro_batches(train, self._order, world.device, first=first, workers=workers, collate=collate), states
-
-    def _examine(self, done: StepDone) -> None:
-        if self._watch:
-            self._watch.measure_links(done)
-        if self._uneven:
-            self._uneven.examine(done)
+        batches = micro_batches(train, self._order, world.device, first=first, workers=workers, collate=collate)
+        return batches, states, examine
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
         """Yield each step's data; before each step, send a heartbeat and check whether a save has ended."""
@@ -332,3 +329,11 @@ def _data_workers(settings: Settings, tell: Callable[[Event], None], rank: int) 
 
 def _no_states(step: int) -> dict[str, Tensor]:
     return {}
+
+
+def _ignore(done: StepDone) -> None: ...
+
+
+def _each(examinations: Iterable[_Examination], done: StepDone) -> None:
+    for examine in examinations:
+        examine(done)

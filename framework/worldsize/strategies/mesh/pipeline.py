@@ -22,7 +22,7 @@ from worldsize.collectives.staged import finished
 from worldsize.collectives.step_timer import phase, wait
 from worldsize.core import Batch, MicroBatch
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
-from worldsize.strategies.loss_record import LossRecord, differentiable, step_metrics
+from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics, trainable
 from worldsize.strategies.mesh.edges import Edges
 from worldsize.strategies.mesh.interleaved import interleaved
 from worldsize.strategies.mesh.norm import MeshNorm, WholeNorm
@@ -113,7 +113,7 @@ class Pipeline(GradientReducer):
 
         def loss(output: Tensor, number: Tensor) -> Tensor:
             with phase("compute"):
-                loss, self._records[int(number)] = differentiable(self.stages[-1].loss(output, number))
+                loss, self._records[int(number)] = trainable(self.stages[-1].loss(output, number))
                 return loss / divisor * 0 if int(number) < idle else loss / divisor
 
         return _SCHEDULES[kind](given, idle + count, loss_fn=loss, scale_grads=False)
@@ -146,6 +146,7 @@ class Pipeline(GradientReducer):
     def _shared_losses(self, numbers: range) -> list[LossRecord]:
         """Return the last stage's records of the losses of these passes on every rank."""
         records = [self._records[number] for number in numbers] if self.is_last else []
+        check_same_form(records)
         is_weighted, names = self._form = self._form or self._agreed_form(records)
         table_bkm = torch.zeros(len(numbers), 2, 1 + len(names), dtype=torch.float64, device=self.device)
         if self.is_last:

@@ -12,7 +12,7 @@ from worldsize.collectives.exact import reduce_metrics
 from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatches, MicroBatch, Replica, RunContext, StateDict, StepResult
 from worldsize.strategies.clipping import clip_factor
-from worldsize.strategies.loss_record import LossRecord, step_metrics
+from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics
 from worldsize.strategies.loss_weights import weight_factor
 from worldsize.strategies.parameter_server.all_shards import AllShards
 from worldsize.strategies.parameter_server.model_state import full_state, joined_rows
@@ -70,6 +70,7 @@ class Coordinator(Replica):
 
     def _weighed(self, step: int, records: Sequence[LossRecord]) -> list[Tensor]:
         """Divide the gradient by the step's weight if losses are sums; return each record's part of the mean loss."""
+        check_same_form(records)
         if not records[0].is_weighted:
             return [record.loss for record in records]
         factor = weight_factor([record.loss[1] for record in records], None)

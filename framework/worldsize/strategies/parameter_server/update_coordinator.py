@@ -14,7 +14,7 @@ from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatches, MicroBatch, Replica, RunContext, StateDict, StepResult
 from worldsize.errors import WorldsizeError
 from worldsize.strategies.clipping import clip_factor
-from worldsize.strategies.loss_record import LossRecord, step_metrics
+from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics
 from worldsize.strategies.loss_weights import weight_factor
 from worldsize.strategies.multi_train_state import MultiTrainState, parameters_of
 from worldsize.strategies.parameter_server.all_shards import AllShards
@@ -151,6 +151,7 @@ class UpdateCoordinator(Replica):
 
 def _weighed(records: Sequence[LossRecord]) -> tuple[list[Tensor], float | None]:
     """Return each record's part of the mean loss, and the factor of the gradient if losses are sums, else None."""
+    check_same_form(records)
     if not records[0].is_weighted:
         return [record.loss for record in records], None
     factor = weight_factor([record.loss[1] for record in records], None)

@@ -14,7 +14,7 @@ from worldsize.core import LossOutput, Recipe, RunContext
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.gradient_reducer import taken
-from worldsize.strategies.loss_record import LossRecord, differentiable, mean_loss
+from worldsize.strategies.loss_record import LossRecord, mean_loss, trainable
 from worldsize.strategies.model_replica import autocast
 from worldsize.strategies.parameter_server.dense_links import DenseLinks
 from worldsize.strategies.parameter_server.evaluation_part import evaluated_part
@@ -148,9 +148,9 @@ class Worker:
         seed_generators(batch.seed, device)
         with autocast(device, self._context.numerics.precision):
             output = LossOutput.of(self._recipe.micro_batch_loss(self._model, batch))
+        total, record = trainable(output)
         if not self._options.synchronous:  # a synchronous step divides by its total weight
-            output = replace(output, loss=mean_loss(output))
-        total, record = differentiable(output)
+            total, record = trainable(replace(output, loss=mean_loss(output)))
         total.backward()  # type: ignore[no-untyped-call]
         return record
 

@@ -1,0 +1,45 @@
+"""A loss that has no gradient, or that is of another form on one rank, ends the run at once, with the cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.own_recipe import write_recipe
+from worldsize.core import ConfigError, LossOutput
+from worldsize.strategies.loss_record import trainable
+
+_TEXT = "# @package _global_\n# own\nsteps: 4\nbatch_size: 24\nrecipe: {_target_: worldsize.testing.loss_loops.KIND}\n"
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (torch.zeros(()), "depends on no trained parameter, so that it has no gradient"),
+        (None, "the recipe's loss returned None for a micro-batch"),
+        (LossOutput(3.5), "the recipe's loss returned a float for a micro-batch"),  # type: ignore[arg-type]
+        (torch.zeros(3, requires_grad=True), r"a tensor of shape \[3\] for a micro-batch, not a scalar"),
+        ((torch.zeros(()), torch.ones(())), "depends on no trained parameter"),
+    ],
+)
+def test_a_loss_that_cannot_be_differentiated_is_refused(loss: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainable(loss)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("ConstantLoss", "depends on no trained parameter"), ("ChangingForm", "(the sum, its weight)")],
+)
+def test_the_rank_and_the_step_of_such_a_loss_are_named(train: Any, tmp_path: Path, kind: str, message: str) -> None:
+    write_recipe(tmp_path, "own", "", own=_TEXT.replace("KIND", kind))
+    run = train("recipe=own", "cluster.processes=2", "cluster.threads=1", "checkpoint=none")
+    assert run.code == 1
+    first, sentence, *_ = run.error.splitlines()
+    assert first.startswith("worker ")
+    assert " failed at step " in first
+    assert message in sentence
+    assert "Traceback" not in run.error
