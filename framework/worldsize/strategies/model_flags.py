@@ -2,9 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 from torch import nn
+
+
+@final
+class ModelModes:
+    """A snapshot of the training mode of each module of ``models``, in the order of ``modules()``: parents first."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        self._modes = [(module, module.training) for model in models for module in model.modules()]
+
+    def restore(self) -> None:
+        """Restore the mode of each module, whatever those of its parents and children are.
+
+        ``train`` is called where modes differ, since a program may have overridden it, such as to merge adapters. It
+        also sets the modes of a module's children, and of children that another module shares, so that all are set once
+        more.
+        """
+        for module, mode in self._modes:
+            if module.training != mode:
+                module.train(mode)
+        for module, mode in self._modes:
+            if module.training != mode:
+                module.training = mode
+
+
+@contextmanager
+def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Put ``models`` in evaluation mode within the block; each of their modules has its own mode again afterwards."""
+    modes = ModelModes(*models)
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        modes.restore()
 
 
 @final
@@ -13,14 +49,12 @@ class ModelFlags:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._modes = [(module, module.training) for module in model.modules()]  # parents first
+        self._modes = ModelModes(model)
         self._trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
     def restore(self) -> None:
         """Restore the flags of the snapshot where they differ."""
-        for module, mode in self._modes:
-            if module.training != mode:
-                module.train(mode)
+        self._modes.restore()
         for parameter, requires_grad in self._trained:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from worldsize.strategies.compiled import COMPILATIONS
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, check_same_form
 from worldsize.strategies.loss_weights import weight_factor
+from worldsize.strategies.model_flags import evaluating
 from worldsize.strategies.recomputed import prepare_passes
 from worldsize.strategies.train_state import OptimizedModel, TrainState
 
@@ -57,19 +58,6 @@ def collected_metrics(
             evaluated = partial(recipe.evaluate, model, batch.data)
             collector.add(batch, evaluated() if call is None else call(evaluated))
     return collector
-
-
-@contextmanager
-def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Put ``models`` in evaluation mode within the block; modules that were in it before stay in it afterwards."""
-    kept = [module for model in models for module in model.modules() if not module.training]
-    for model in models:
-        model.eval()
-    yield
-    for model in models:
-        model.train()
-    for module in kept:
-        module.eval()
 
 
 class ModelReplica(Replica):

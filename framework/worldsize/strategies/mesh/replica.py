@@ -14,7 +14,8 @@ from worldsize.metrics.collector import MetricCollector
 from worldsize.reproducibility.seeds import generators_kept, seed_generators
 from worldsize.strategies.mesh.pipeline import Pipeline
 from worldsize.strategies.mesh.stage import KnownOutput
-from worldsize.strategies.model_replica import autocast, evaluating
+from worldsize.strategies.model_flags import evaluating
+from worldsize.strategies.model_replica import autocast
 from worldsize.strategies.synchronous import SynchronousReplica
 
 
