@@ -1,6 +1,7 @@
 """The contracts of worldsize. Imports torch, the standard library and worldsize.errors, nothing else."""
 
 from worldsize.core.autoscaler import Autoscaler, GangState
+from worldsize.core.buffer_rules import BufferRule, Concatenated
 from worldsize.core.cluster import (
     Cluster,
     Link,
@@ -84,10 +85,12 @@ __all__ = [
     "Autoscaler",
     "Batch",
     "BatchLauncher",
+    "BufferRule",
     "CheckpointFailed",
     "CheckpointSaved",
     "CheckpointSource",
     "Cluster",
+    "Concatenated",
     "ConfigError",
     "ContainerImage",
     "Cost",

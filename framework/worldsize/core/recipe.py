@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from worldsize.core.buffer_rules import BufferRule
 from worldsize.core.state_metric import StateMetric
 
 if TYPE_CHECKING:  # torch takes seconds
@@ -160,6 +161,23 @@ class Recipe(ABC):
         """Return how tensor parallelism divides modules, by their names in ``model``.
 
         A linear layer is divided by its output ("column") or its input features ("row", after "column").
+        """
+        return {}
+
+    def buffers(self, model: nn.Module) -> Mapping[str, BufferRule]:
+        """Return how buffers that :meth:`loss` changes are combined over logical ranks, by their names in ``model``.
+
+        A name may be a pattern, as of ``fnmatch``, such as "blocks.*.seen". In a step, every logical rank begins with
+        the values at the start of the step:
+
+        - "sum": the value at the start plus the changes of all logical ranks, such as a counter of samples.
+        - "mean": the value at the start plus the mean of these changes, such as a moving average of means over a batch.
+        - "last": the value after the pass of the last logical rank.
+        - "equal": all logical ranks must have the same value, such as a counter of steps; else the step is refused.
+        - :class:`Concatenated`: a queue into which logical ranks write their rows one after the other.
+
+        The statistics of torch's norm layers need no rule, nor do buffers with ``persistent=False``, which are caches
+        of each process. Any other buffer that the loss changes is refused.
         """
         return {}
 

@@ -16,6 +16,7 @@ from worldsize.core import ConfigError, MultiUpdateRecipe, Numerics, Recipe, Str
 from worldsize.optimizers.refused import check_schedule_free, check_special, refuse_breaking
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.alone import train_state_of
+from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.recomputed import check_passes
 from worldsize.strategies.sparse_steps import check_sparse_steps
@@ -78,6 +79,7 @@ def _failure(recipe: Recipe, strategy: Strategy, numerics: Numerics, averages: b
     try:
         with generators_kept(), torch.device(device):  # the training processes are forked from this one
             model = recipe.model()
+            declare_buffers(recipe, model)
             check_passes(recipe, model, numerics, serves_rows=strategy.serves_rows)
             for optimizer, schedule in _parts(train_state_of(recipe, model)):
                 refuse_breaking(optimizer)

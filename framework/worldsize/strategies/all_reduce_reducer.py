@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.collectives.gathered import gathered_mean
 from worldsize.core import MicroBatch, StateDict
-from worldsize.strategies.buffer_mean import BufferMean
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer, without_sync
 from worldsize.strategies.loss_record import LossRecord
+from worldsize.strategies.step_buffers import BufferMean
 
 
 class BucketHook(ABC):

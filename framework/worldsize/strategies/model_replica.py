@@ -16,6 +16,7 @@ from worldsize.optimizers.schedule_free import evaluated_weights
 from worldsize.reproducibility.seeds import generators_kept, seed_generators
 from worldsize.strategies.agreed_losses import AgreedLosses
 from worldsize.strategies.compiled import COMPILATIONS
+from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, check_same_form
 from worldsize.strategies.loss_weights import weight_factor
@@ -87,6 +88,7 @@ class ModelReplica(Replica):
         self._group = None if sums_alone or self.world.size == 1 else self.world.group
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
         self._logical_ranks = logical_ranks
+        declare_buffers(recipe, self.model, trains_apart=sums_alone and self.world.size > 1)
         prepare_passes(recipe, self.model, self.numerics, self.world.device)
         self._agreed = AgreedLosses(None if self._group is None else self.world)
 

@@ -14,12 +14,12 @@ from worldsize.collectives.broadcast import make_equal
 from worldsize.collectives.ordered import summation_tree
 from worldsize.collectives.step_timer import phase
 from worldsize.core import ConfigError, MicroBatch, MultiUpdateRecipe, Recipe, Reduction, RunContext, StepResult
-from worldsize.strategies.buffer_mean import BufferMean
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, step_metrics
 from worldsize.strategies.model_flags import ModelFlags
 from worldsize.strategies.model_replica import ModelReplica
 from worldsize.strategies.multi_train_state import MultiTrainState, parameters_of
+from worldsize.strategies.step_buffers import BufferMean
 from worldsize.strategies.update_pass import UpdatePass
 from worldsize.strategies.update_reducers import BUCKET_MB, update_reducer
 from worldsize.strategies.update_results import UpdateResult, first_rate, step_result

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from worldsize.collectives.ordered import Counter, Tree, reduce_ordered, sum_level
 from worldsize.collectives.staged import Phases, Staged
 from worldsize.core import MicroBatch
-from worldsize.strategies.buffer_mean import BufferMean
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer, taken, without_sync
 from worldsize.strategies.loss_record import LossRecord
+from worldsize.strategies.step_buffers import BufferMean
 
 
 @final

@@ -23,10 +23,10 @@ from worldsize.collectives.ordered import Counter, Tree, sum_level, summation_tr
 from worldsize.collectives.step_timer import phase, wait
 from worldsize.collectives.timed_sharding import time_sharding
 from worldsize.core import ConfigError, Dealing, MicroBatch, Reduction, World
-from worldsize.strategies.buffer_mean import BufferMean
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.reducers import gradient_reducer
+from worldsize.strategies.step_buffers import BufferMean
 
 
 def sharded_reducer(

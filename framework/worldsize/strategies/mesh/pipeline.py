@@ -21,6 +21,7 @@ from worldsize.collectives.per_rank import local
 from worldsize.collectives.staged import finished
 from worldsize.collectives.step_timer import phase, wait
 from worldsize.core import Batch, MicroBatch
+from worldsize.strategies.declared_buffers import buffer_slots
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics, trainable
 from worldsize.strategies.mesh.edges import Edges
@@ -140,8 +141,8 @@ class Pipeline(GradientReducer):
     def _statistics(self) -> list[Tensor]:
         if self.parts.group.size() == 1 or self.parts.reduce == "ordered":  # whose sums average buffers, too
             return []
-        kept = [(stage.state_dict(keep_vars=True).keys(), stage.named_buffers()) for stage in self.stages]
-        return [own for keys, buffers in kept for name, own in buffers if name in keys and own.is_floating_point()]
+        slots = [slot for stage in self.stages for slot in buffer_slots(stage)]
+        return [slot.tensor for slot in slots if slot.is_known and slot.rule == "mean"]
 
     def _shared_losses(self, numbers: range) -> list[LossRecord]:
         """Return the last stage's records of the losses of these passes on every rank."""

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from worldsize.collectives.ordered import Counter, Tree, sum_level
 from worldsize.core import Reduction
-from worldsize.strategies.buffer_mean import BufferMean, StepBuffers
 from worldsize.strategies.gradient_reducer import taken
 from worldsize.strategies.sharded_reducer import OrderedScatters
+from worldsize.strategies.step_buffers import BufferMean, StepBuffers
 
 
 @final
@@ -86,6 +86,10 @@ class StageSums(ABC):
         """Enter a step of ``count`` micro-batches; when it ends, parameters have the gradients of the whole step."""
 
     @abstractmethod
+    def begin_passes(self) -> None:
+        """Undo what passes before the first of the step have done: torch makes one to learn the shapes of messages."""
+
+    @abstractmethod
     def forwarded(self, place: int) -> None:
         """Record that forward pass ``place`` of the step, counted from 0 with idle passes, has been computed."""
 
@@ -98,20 +102,37 @@ class StageSums(ABC):
 class FlatSums(StageSums):
     """Leaves the sums to autograd and FSDP.
 
-    The loss of an idle pass is multiplied by 0; here its changes of buffers are undone.
+    The loss of an idle pass is multiplied by 0; here its changes of buffers are undone. The statistics of norm layers
+    go from one micro-batch to the next, and the pipeline averages them over parts of the data.
     """
 
     def __init__(self, stage: nn.Module, parts: DataParts) -> None:
-        self._buffers, self._parts = list(stage.buffers()), parts
-        self._first: list[Tensor] = []  # if the step has an idle pass: values of the buffers before it
+        self._all, self._parts = list(stage.buffers()), parts
+        group = parts.group if parts.group.size() > 1 else None
+        self._buffers = BufferMean(stage, group, logical_ranks=parts.logical_ranks, skips_norms=True)
+        self._step: StepBuffers | None = None  # the buffers in the step in progress
+        self._first: list[Tensor] = []  # if the step has an idle pass: values of all buffers before it
+        self._idle = 0  # idle passes of the step
 
     @contextmanager
     def step(self, count: int) -> Iterator[None]:
-        self._first = [buffer.clone() for buffer in self._buffers] if self._parts.idle(count) else []
-        yield
+        self._idle = self._parts.idle(count)
+        self._first = [buffer.clone() for buffer in self._all] if self._idle else []
+        with self._buffers.step(count) as self._step:
+            yield
+        self._step = None
+
+    def begin_passes(self) -> None:
+        assert self._step is not None
+        self._step.restore()
 
     def forwarded(self, place: int) -> None:
-        for buffer, value in zip(self._buffers, self._first, strict=False):
+        assert self._step is not None
+        if place < self._idle:
+            self._step.restore()
+        else:
+            self._step.add(place - self._idle)
+        for buffer, value in zip(self._all, self._first, strict=False):
             buffer.data.copy_(value)  # through .data, so that autograd's graph stays valid
         self._first = []
 
@@ -149,6 +170,10 @@ class TreeSums(StageSums):
         if self._scatters is None:
             self._finish_alone(tree.logical_ranks)
         self._step, self._counters = None, []  # releases gradients
+
+    def begin_passes(self) -> None:
+        assert self._step is not None
+        self._step.restore()
 
     def forwarded(self, place: int) -> None:
         assert self._step is not None

@@ -59,6 +59,8 @@ class TimedStage(PipelineStage):
         self._sums, self._edges = stage.sums, edges
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if fwd_chunk_id == 0:
+            self._sums.begin_passes()
         with phase("compute"):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
             self._sums.forwarded(fwd_chunk_id)

@@ -27,6 +27,7 @@ from worldsize.core import (
     Workload,
 )
 from worldsize.core.limits import MEBIBYTES, SECONDS
+from worldsize.strategies.declared_buffers import refuse_unserved_buffers
 from worldsize.strategies.parameter_server.cost import served_cost
 from worldsize.strategies.parameter_server.gradient_codecs import Compression, codec_of
 from worldsize.strategies.parameter_server.leading_server import run_server
@@ -191,6 +192,7 @@ class ParameterServer(Strategy):
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         check_served(model, optimizer)
+        refuse_unserved_buffers(recipe, model)
         check_rows(model, optimizer)
         if isinstance(recipe, MultiUpdateRecipe):
             check_no_tables(recipe, model)

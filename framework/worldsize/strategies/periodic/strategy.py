@@ -5,13 +5,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from worldsize.collectives.broadcast import make_equal
 from worldsize.core import Cluster, ConfigError, Range, Recipe, Replica, Role, RunContext, Strategy, World
 from worldsize.strategies.alone import alone
+from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.periodic.replica import OuterOptimizer, PeriodicSyncReplica
 from worldsize.strategies.train_state import OptimizedModel
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class PeriodicSyncStrategy(Strategy):
                 f"reduce={self.reduce} is a way to sum gradients, and workers that train apart send none. "
                 "Set strategy.reduce=flat."
             )
+
+    def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+        declare_buffers(recipe, model, trains_apart=True)
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         return {"worker": Role(processes=cluster.processes)}

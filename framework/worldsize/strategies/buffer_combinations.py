@@ -1,0 +1,294 @@
+"""The rules by which the values of buffers after the passes of all logical ranks become one value.
+
+Each is a function of the values at the start of the step and after each logical rank's pass, whichever process
+computes it. Values that are not summed are sent as bytes, which nothing rounds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from worldsize.collectives.ordered import Counter, Tree, reduce_ordered, sum_level
+from worldsize.collectives.staged import finished
+from worldsize.collectives.step_timer import wait
+from worldsize.core import Concatenated, ConfigError, Dealing
+from worldsize.strategies.declared_buffers import BufferSlot
+
+
+@final
+@dataclass(frozen=True)
+class StepShape:
+    """The logical ranks of a step, and which of them are the micro-batches of this process."""
+
+    logical_ranks: int
+    batches: int
+    group: ProcessGroup | None
+    dealing: Dealing
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the group."""
+        return dist.get_rank(self.group) if self.group else 0
+
+    @property
+    def size(self) -> int:
+        """Number of processes of the group."""
+        return dist.get_world_size(self.group) if self.group else 1
+
+    def logical_rank(self, batch: int) -> int:
+        """Return the logical rank of micro-batch ``batch`` of this process."""
+        return self.rank * self.batches + batch if self.dealing == "block" else self.rank + batch * self.size
+
+    def owner(self, logical_rank: int) -> int:
+        """Return the rank of the process that computes ``logical_rank``."""
+        return logical_rank // self.batches if self.dealing == "block" else logical_rank % self.size
+
+    def nodes(self) -> dict[int, int]:
+        """Return the local node of the tree of sums of which each micro-batch is a part."""
+        if self.dealing == "block":
+            return {batch: batch for batch in range(self.batches)}
+        tree = Tree(self.logical_ranks, self.size)
+        return {leaf: node for node in range(tree.nodes_of(self.rank)) for leaf in tree.leaves(node)}
+
+    def total(self, rows: Sequence[Tensor]) -> Tensor:
+        """Sum the nodes of all processes, of which ``rows``, tensors (n,), are this one's."""
+        if self.group is None:
+            return sum_level(rows)
+        nodes = self.logical_ranks if self.dealing == "block" else Tree(self.logical_ranks, self.size).nodes
+        return finished(reduce_ordered(rows, self.group, self.dealing, nodes=nodes))
+
+    def all_reduce(self, tensor: Tensor, largest: bool = False) -> Tensor:
+        """Replace ``tensor``, integers of any shape, by their sum over processes, or by the ``largest``; return it."""
+        if self.group is not None:
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            wait(dist.all_reduce(tensor, op, group=self.group, async_op=True))
+        return tensor
+
+
+class Combination(ABC):
+    """The buffers of one rule during a step."""
+
+    @abstractmethod
+    def add(self, batch: int) -> None:
+        """Note the values after the pass of micro-batch ``batch`` of this process."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Write the combined values into the buffers, which have the values of the step's start."""
+
+
+def combinations_of(slots: Sequence[BufferSlot], shape: StepShape) -> list[Combination]:
+    """Make the combinations of ``slots``, which all have rules; all processes get the same ones in the same order."""
+    by_rule: dict[str, list[BufferSlot]] = {}
+    for slot in slots:
+        by_rule.setdefault(slot.rule if isinstance(slot.rule, str) else "", []).append(slot)
+    queues = [_Queue(slot, shape) for slot in by_rule.pop("", [])]
+    made: list[Combination] = []
+    if means := by_rule.get("mean"):
+        made.append(_Mean(means, shape))
+    sums = by_rule.get("sum", [])
+    for dtype in dict.fromkeys(slot.tensor.dtype for slot in sums):
+        made.append(_Sum([slot for slot in sums if slot.tensor.dtype == dtype], shape))
+    for rule, kind in (("same", _Same), ("equal", _Equal), ("last", _Last)):
+        if found := by_rule.get(rule):
+            made.append(kind(found, shape))
+    return [*made, *queues]
+
+
+class _Changes(Combination):
+    """Abstract: sums the changes of all logical ranks in the fixed tree."""
+
+    def __init__(self, slots: Sequence[BufferSlot], shape: StepShape) -> None:
+        self._slots, self._shape, self._node = slots, shape, shape.nodes()
+        self._counters = [Counter() for _ in set(self._node.values())]
+        self._first = [slot.tensor.clone() for slot in slots]
+
+    def add(self, batch: int) -> None:
+        pairs = zip(self._slots, self._first, strict=True)
+        self._counters[self._node[batch]].add([self._change(_value(slot, first), first) for slot, first in pairs])
+
+    def _total(self) -> Tensor:
+        """Return the sum of all changes of all buffers, a tensor (n,)."""
+        return self._shape.total(
+            [torch.cat([total.flatten() for total in counter.waiting[0]]) for counter in self._counters]
+        )
+
+    def _write(self, changes_n: Tensor) -> None:
+        parts = torch.split(changes_n, [first.numel() for first in self._first])
+        for slot, first, part in zip(self._slots, self._first, parts, strict=True):
+            _write(slot, self._changed(first, part.view_as(first)))
+
+    def _change(self, now: Tensor, first: Tensor) -> Tensor:
+        """Return the difference from ``first``; where ``first`` is infinite, return the new value itself."""
+        if not first.is_floating_point():
+            return now - first
+        return torch.where(now == first, 0, now - first.nan_to_num(0, 0, 0))
+
+    def _changed(self, first: Tensor, change: Tensor) -> Tensor:
+        if not first.is_floating_point():
+            return first + change
+        return torch.where(change == 0, first, first.nan_to_num(0, 0, 0) + change)
+
+
+@final
+class _Mean(_Changes):
+    """Adds the mean of the changes."""
+
+    def finish(self) -> None:
+        self._write(self._total() / self._shape.logical_ranks)
+
+
+@final
+class _Sum(_Changes):
+    """Adds the sum of the changes; the buffers have the same dtype."""
+
+    def finish(self) -> None:
+        self._write(self._total())
+
+
+@final
+class _Same(Combination):
+    """Takes the values after any micro-batch: torch computes the same ones for all."""
+
+    def __init__(self, slots: Sequence[BufferSlot], shape: StepShape) -> None:
+        self._slots = slots
+        self._values: Sequence[Tensor] = ()
+
+    def add(self, batch: int) -> None:
+        self._values = [slot.tensor.clone() for slot in self._slots]
+
+    def finish(self) -> None:
+        for slot, value in zip(self._slots, self._values, strict=True):
+            _write(slot, value)
+
+
+@final
+class _Equal(Combination):
+    """Takes the values after any micro-batch, after comparing all bits of all logical ranks."""
+
+    def __init__(self, slots: Sequence[BufferSlot], shape: StepShape) -> None:
+        self._slots, self._shape = slots, shape
+        self._first = [slot.tensor for slot in slots]
+        self._least: Tensor | None = None  # bytes of all buffers
+        self._most: Tensor | None = None
+
+    def add(self, batch: int) -> None:
+        values = _bytes([_value(slot, first) for slot, first in zip(self._slots, self._first, strict=True)])
+        self._least = values if self._least is None else torch.minimum(self._least, values)
+        self._most = values if self._most is None else torch.maximum(self._most, values)
+
+    def finish(self) -> None:
+        assert self._least is not None
+        assert self._most is not None
+        most, inverse = self._shape.all_reduce(torch.cat([self._most, 255 - self._least]), largest=True).chunk(2)
+        parts = zip(_parts(most, self._first), _parts(255 - inverse, self._first), self._slots, strict=True)
+        for value, least, slot in parts:
+            if not torch.equal(value, least):
+                raise ConfigError(
+                    f'the buffer {slot.name} is declared as "equal" in Recipe.buffers, and differs between logical '
+                    'ranks. Declare it as "sum", "mean" or "last", or compute it without the data and random numbers.'
+                )
+            _write(slot, _value_of(value, slot.tensor))
+
+
+@final
+class _Last(Combination):
+    """Takes the values after the last logical rank of the step."""
+
+    def __init__(self, slots: Sequence[BufferSlot], shape: StepShape) -> None:
+        self._slots, self._shape = slots, shape
+        self._first = [slot.tensor for slot in slots]
+        self._values = _bytes(self._first)
+
+    def add(self, batch: int) -> None:
+        if self._shape.logical_rank(batch) == self._shape.logical_ranks - 1:
+            self._values = _bytes([_value(slot, first) for slot, first in zip(self._slots, self._first, strict=True)])
+
+    def finish(self) -> None:
+        group, owner = self._shape.group, self._shape.owner(self._shape.logical_ranks - 1)
+        if group is not None:
+            wait(dist.broadcast(self._values, group=group, group_src=owner, async_op=True))
+        for slot, value in zip(self._slots, _parts(self._values, self._first), strict=True):
+            _write(slot, _value_of(value, slot.tensor))
+
+
+@final
+class _Queue(Combination):
+    """Writes the rows of all logical ranks one after the other, see :class:`Concatenated`."""
+
+    def __init__(self, slot: BufferSlot, shape: StepShape) -> None:
+        assert isinstance(slot.rule, Concatenated)
+        self._slot, self._shape, self._dim = slot, shape, slot.rule.dim
+        self._first, self._pointer = slot.tensor.clone(), slot.pointer.tensor
+        self._start = int(self._pointer)
+        self._rows: dict[int, Tensor] = {}  # by logical rank, (rows, ...)
+
+    @property
+    def _length(self) -> int:
+        return self._first.shape[self._dim]
+
+    def add(self, batch: int) -> None:
+        now = _value(self._slot, self._first)
+        count = (int(_value(self._slot.pointer, self._pointer)) - self._start) % self._length
+        if count == 0 and not torch.equal(now, self._first):
+            count = self._length
+        places = torch.arange(self._start, self._start + count, device=now.device) % self._length
+        self._rows[self._shape.logical_rank(batch)] = now.movedim(self._dim, 0)[places]
+
+    def finish(self) -> None:
+        counts = torch.zeros(self._shape.logical_ranks, dtype=torch.int64, device=self._first.device)
+        for rank, rows in self._rows.items():
+            counts[rank] = len(rows)
+        counts = self._shape.all_reduce(counts)
+        ends = counts.cumsum(0).tolist()
+        total, kept = ends[-1], min(ends[-1], self._length)  # the last rows replace earlier ones
+        queue = self._first.movedim(self._dim, 0)
+        rows_kd = queue.new_zeros(kept, *queue.shape[1:]).contiguous()
+        for rank, rows in self._rows.items():
+            end = ends[rank] - (total - kept)
+            rows = rows[max(0, len(rows) - end) :] if end > 0 else rows[:0]
+            rows_kd[end - len(rows) : end] = rows
+        if kept:
+            self._shape.all_reduce(rows_kd.view(torch.uint8))
+            places = torch.arange(self._start + total - kept, self._start + total, device=queue.device) % self._length
+            queue = queue.clone()
+            queue[places] = rows_kd
+            _write(self._slot, queue.movedim(0, self._dim))
+        _write(self._slot.pointer, torch.full_like(self._pointer, (self._start + total) % self._length))
+
+
+def _value(slot: BufferSlot, first: Tensor) -> Tensor:
+    """Return the value that a forward pass has left in ``slot``, whose form must be that of ``first``."""
+    now = slot.tensor
+    if (now.shape, now.dtype) != (first.shape, first.dtype):
+        raise ConfigError(
+            f"the loss makes the buffer {slot.name}, {list(first.shape)} of {first.dtype}, {list(now.shape)} of "
+            f"{now.dtype}. Keep its shape and dtype, or register it with persistent=False."
+        )
+    return now
+
+
+def _write(slot: BufferSlot, value: Tensor) -> None:
+    slot.tensor.data.copy_(value)  # through .data, since a new version would invalidate autograd's graph
+
+
+def _bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a copy of the bytes of ``tensors``, uint8 (n,)."""
+    return torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors])
+
+
+def _parts(row_n: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Divide the bytes of all tensors into those of each one of ``like``."""
+    return torch.split(row_n, [tensor.nbytes for tensor in like])
+
+
+def _value_of(part_n: Tensor, like: Tensor) -> Tensor:
+    return part_n.clone().view(like.dtype).view_as(like)

@@ -1,0 +1,177 @@
+"""Which rule combines each buffer of a model over logical ranks: a recipe's, or that of one of torch's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias, final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from worldsize.core import BufferRule, Concatenated, ConfigError, Recipe
+from worldsize.core.buffer_rules import BUFFER_SUMS
+from worldsize.errors import neighbours
+
+# "same": torch computes it without data, or counts batches; all logical ranks have the same value
+_Known: TypeAlias = BufferRule | Literal["same"] | None
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class BufferSlot:
+    """The place of a saved buffer in its module; programs may put another tensor there at each step."""
+
+    module: nn.Module
+    own: str
+    name: str
+    """The name in the recipe's model."""
+    rule: _Known
+    """None: undeclared, so that no step may change it."""
+    is_known: bool = False
+    """Whether the rule is that of one of torch's own layers."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor that is in this place now."""
+        tensor = self.module._buffers[self.own]
+        assert tensor is not None
+        return tensor
+
+    @property
+    def pointer(self) -> BufferSlot:
+        """The place of the pointer of a queue."""
+        assert isinstance(self.rule, Concatenated)
+        prefix = self.name.removesuffix(self.own)
+        return BufferSlot(self.module, self.rule.pointer, f"{prefix}{self.rule.pointer}", None)
+
+    @property
+    def all(self) -> Sequence[BufferSlot]:
+        """The places of all tensors that the rule changes."""
+        return (self, self.pointer) if isinstance(self.rule, Concatenated) else (self,)
+
+    def replace(self, tensor: Tensor) -> None:
+        """Put ``tensor`` into this place."""
+        self.module._buffers[self.own] = tensor
+
+
+@final
+@dataclass(frozen=True)
+class _Declared:
+    """The rules of a recipe for the buffers of one module, by their own names, and the module's name in the model."""
+
+    prefix: str
+    rules: Mapping[str, BufferRule]
+    trains_apart: bool
+
+
+# by module, since parts of a model that is cut into stages have other names there
+_DECLARED: WeakKeyDictionary[nn.Module, _Declared] = WeakKeyDictionary()
+
+
+def declare_buffers(recipe: Recipe, model: nn.Module, *, trains_apart: bool = False) -> None:
+    """Let all reducers of ``model`` or of its parts apply the rules of ``recipe``.
+
+    ``trains_apart``: whether other processes train the model, too, without its reducers.
+
+    Raises:
+        ConfigError: a rule is for no buffer of the model, or for one that it does not suit.
+    """
+    rules, names = recipe.buffers(model), [name for name, _ in model.named_buffers()]
+    for module in model.modules():
+        _DECLARED.pop(module, None)
+    saved = {slot.name: slot for slot in buffer_slots(model)}
+    matched: dict[str, BufferRule] = {}
+    for pattern, rule in rules.items():
+        found = [name for name in saved if fnmatchcase(name, pattern)]
+        if not found:
+            where = f"{type(recipe).__name__}.buffers: {pattern!r}"
+            if any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(f"{where} has persistent=False, and no checkpoint has it. Leave it out.")
+            raise ConfigError(f"{where} is no buffer of the model{neighbours(pattern, names)}")
+        for name in found:
+            _check(recipe, saved, name, rule, trains_apart=trains_apart)
+            matched[name] = rule
+    for prefix, module in model.named_modules():
+        own = {name: matched[full] for name in module._buffers if (full := f"{prefix}.{name}".lstrip(".")) in matched}
+        _DECLARED[module] = _Declared(prefix, own, trains_apart)
+
+
+def _check(recipe: Recipe, saved: Mapping[str, BufferSlot], name: str, rule: BufferRule, *, trains_apart: bool) -> None:
+    where, tensor = f"{type(recipe).__name__}.buffers: {name!r}", saved[name].tensor
+    if not isinstance(rule, Concatenated) and rule not in BUFFER_SUMS:
+        raise ConfigError(f"{where} has the unknown rule {rule!r}{neighbours(str(rule), BUFFER_SUMS)}")
+    if rule == "mean" and not tensor.is_floating_point():
+        raise ConfigError(f'{where} holds {tensor.dtype}, which has no mean. Declare it as "sum", or make it float.')
+    if rule == "sum" and tensor.dtype is torch.bool:
+        raise ConfigError(f"{where} holds truth values, which have no sum. Make it torch.int64.")
+    if trains_apart and rule not in ("mean", "equal"):
+        raise ConfigError(
+            f"{where} is combined over the logical ranks of each step, and workers that train apart see only their "
+            'own. Declare it as "mean", or use a strategy that sums each step, such as ddp.'
+        )
+    if isinstance(rule, Concatenated):
+        pointer = saved.get(f"{name.rpartition('.')[0]}.{rule.pointer}".lstrip("."))
+        if pointer is None or pointer.tensor.is_floating_point() or pointer.tensor.numel() != 1:
+            raise ConfigError(
+                f"{where} is a queue, whose pointer {rule.pointer!r} is no buffer of the same module with one integer. "
+                'Register it, e.g. register_buffer("pointer", torch.zeros(1, dtype=torch.int64)).'
+            )
+        if not -tensor.ndim <= rule.dim < tensor.ndim:
+            raise ConfigError(f"{where} has {tensor.ndim} dimensions, and no dimension {rule.dim} with rows.")
+
+
+def buffer_slots(model: nn.Module) -> list[BufferSlot]:
+    """Return the saved buffers of ``model``, or of a part of a declared model, each once, in the order of modules."""
+    return list(_slots(model))
+
+
+def trains_apart(model: nn.Module) -> bool:
+    """Return whether other processes train ``model``, too, without its reducers."""
+    return model in _DECLARED and _DECLARED[model].trains_apart
+
+
+def _slots(model: nn.Module) -> Iterator[BufferSlot]:
+    seen = set[int]()
+    for prefix, module in model.named_modules():
+        declared = _DECLARED.get(module)
+        rules = declared.rules if declared else {}
+        known = _known(module)
+        pointers = {rule.pointer: rule for rule in rules.values() if isinstance(rule, Concatenated)}
+        for own, tensor in module._buffers.items():
+            if tensor is None or own in module._non_persistent_buffers_set or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            name = f"{declared.prefix if declared else prefix}.{own}".lstrip(".")
+            rule: _Known = rules.get(own, known.get(own))
+            if own in pointers:
+                continue  # it moves with its queue
+            yield BufferSlot(module, own, name, rule, is_known=own in known and own not in rules)
+
+
+def _known(module: nn.Module) -> Mapping[str, _Known]:
+    """Return the rules of a layer of torch's own, by the names of its buffers."""
+    if isinstance(module, _NormBase):
+        return {"running_mean": "mean", "running_var": "mean", "num_batches_tracked": "same"}
+    if isinstance(module, _SpectralNorm):
+        return {"_u": "same", "_v": "same"}
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+    return {f"{hook.name}_{vector}": "same" for hook in hooks for vector in "uv"}
+
+
+def refuse_unserved_buffers(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse a recipe that declares buffers which its loss changes, for strategies that carry none.
+
+    Raises:
+        ConfigError: it does so.
+    """
+    for name in recipe.buffers(model):
+        raise ConfigError(
+            f"{type(recipe).__name__}.buffers names {name!r}, which the loss changes: servers keep parameters, and no "
+            "buffer of a worker reaches another one. Use strategy=ddp, zero or fsdp."
+        )

@@ -1,0 +1,201 @@
+"""Buffers that a loss changes become one value by the rule that the recipe declares, at any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from worldsize.collectives.gather_full import gather_full
+from worldsize.core import BufferRule, Concatenated, ConfigError, Recipe, RunContext, Strategy, World
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order, logical_ranks_of
+from worldsize.planning.construction import check_construction
+from worldsize.strategies.ddp import DDP
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.mesh.strategy import Mesh
+from worldsize.strategies.parameter_server.strategy import ParameterServer
+from worldsize.strategies.single import Single
+from worldsize.strategies.zero import ZeRO
+from worldsize.testing.plain import plain_step
+from worldsize.testing.recipes import Chain
+from worldsize.testing.worlds import run_in_worlds
+
+LOGICAL, BATCH, STEPS = 4, 24, 3
+KEYS = 40  # rows of the queue: each step writes 24, so that it wraps around
+RULES: Mapping[str, BufferRule] = {
+    "*.seen": "sum",
+    "*.per_sign": "sum",
+    "*.average": "mean",
+    "*.latest": "last",
+    "*.steps": "equal",
+    "*.queue": Concatenated(pointer="pointer", dim=1),
+}
+
+
+class Recording(nn.Module):
+    """A linear layer that records its inputs in buffers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("per_sign", torch.zeros(2))
+        self.register_buffer("average", torch.zeros(16))
+        self.register_buffer("latest", torch.zeros(16))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int32))
+        self.register_buffer("queue", torch.zeros(16, KEYS))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+        self.seen: Tensor
+        self.average: Tensor
+
+    def forward(self, hidden_bw: Tensor) -> Tensor:
+        if self.training:
+            self.record(hidden_bw.detach())
+        normed: Tensor = self.norm(hidden_bw)
+        layer: Tensor = self.layer(normed)
+        return hidden_bw + layer.tanh()
+
+    @torch.no_grad()
+    def record(self, hidden_bw: Tensor) -> None:
+        count, start = len(hidden_bw), int(self.get_buffer("pointer"))
+        self.cache = torch.ones(1)
+        self.seen += count
+        self.get_buffer("per_sign").data.add_(torch.stack([(hidden_bw > 0).sum(), (hidden_bw <= 0).sum()]))
+        self.average = 0.5 * self.average + 0.5 * hidden_bw.mean(0)  # another tensor
+        self.get_buffer("latest").copy_(hidden_bw[-1])
+        self.get_buffer("steps").add_(1)
+        places = torch.arange(start, start + count) % KEYS
+        self.get_buffer("queue")[:, places] = nn.functional.normalize(hidden_bw, dim=1).T
+        self.get_buffer("pointer")[0] = (start + count) % KEYS
+
+
+@dataclass(frozen=True)
+class Recorded(Chain):
+    """A :class:`Chain` whose middle layers record what they see."""
+
+    depth: int = 2
+    rules: Mapping[str, BufferRule] = field(default_factory=lambda: RULES)
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(7, 16), Recording(), Recording(), nn.Linear(16, 3))
+
+    def buffers(self, model: nn.Module) -> Mapping[str, BufferRule]:
+        return self.rules
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return [module for module in model.modules() if isinstance(module, Recording)]
+
+
+def trained(strategy: Strategy, world: World, recipe: Recipe, logical: int = LOGICAL) -> dict[str, Tensor]:
+    """Train STEPS steps and return the whole state of the model; it is empty on all ranks but the first."""
+    replica = strategy.replica(recipe, RunContext(world, logical_ranks=logical))
+    parts, part = strategy.data_parallel(_cluster(world)), strategy.data_rank(world)
+    order = Order(3, BATCH, logical, logical_ranks_of(part, parts, logical, replica.dealing))
+    batches = micro_batches(recipe.data("train"), order, world.device)
+    for _ in range(STEPS):
+        replica.step(next(batches))
+    model = gather_full(replica.state()["model"], world)
+    replica.close(complete=True)
+    return {name: tensor.clone() for name, tensor in model.items()}
+
+
+def _cluster(world: World) -> Any:
+    from worldsize.core import Cluster
+
+    return Cluster("test", 1, world.size, "cpu", "gloo")
+
+
+def plain() -> dict[str, Tensor]:
+    """Train the same steps by plain PyTorch on whole batches."""
+    recipe = Recorded()
+    model, order = recipe.model(), Order(3, BATCH, 1, (0,))
+    step = plain_step(recipe, model)
+    for number, (batch,) in zip(range(STEPS), micro_batches(recipe.data("train"), order, torch.device("cpu"))):  # noqa: B905
+        step(batch.data, number + 1)
+    return model.state_dict()
+
+
+def on_two(world: World) -> list[dict[str, Tensor]]:
+    strategies = (DDP, ZeRO, FSDP, Mesh)
+    ordered = [trained(strategy(reduce="ordered"), world, Recorded()) for strategy in strategies]
+    flat = [trained(strategy(), world, Recorded()) for strategy in strategies]
+    piped = [trained(Mesh(pipeline=2, reduce=reduce), world, Recorded()) for reduce in ("ordered", "flat")]
+    return [*ordered, piped[0], *flat, piped[1]]
+
+
+def test_a_step_records_what_a_whole_batch_would_have_recorded() -> None:
+    expected = plain()
+    alone = trained(Single(reduce="ordered"), World.alone(torch.device("cpu")), Recorded())
+    assert int(alone["1.seen"]) == STEPS * BATCH
+    torch.testing.assert_close(alone, dict(expected))
+    two = run_in_worlds(on_two, 2)[0]
+    for result in two[:5]:
+        different = [name for name in alone if not torch.equal(result[name], alone[name])]
+        assert not different
+    for result in two[5:]:
+        torch.testing.assert_close(result, alone)
+    for size in (3, 4):  # 4 logical ranks on 3 processes, as in a gang that has lost one
+        strategy = DDP(reduce="ordered", on_failure="heal") if size == 3 else DDP(reduce="ordered")
+        many = run_in_worlds(lambda world: trained(strategy, world, Recorded()), size)[0]  # noqa: B023
+        assert not [name for name in alone if not torch.equal(many[name], alone[name])]
+
+
+@pytest.mark.parametrize("name", list(RULES))
+def test_a_buffer_without_a_rule_is_refused_in_the_first_step(name: str) -> None:
+    rules = {other: rule for other, rule in RULES.items() if other != name}
+    message = rf"the loss changes the buffer 1\.{name[2:]}, .*Declare it in Recipe\.buffers"
+    recipe = Recorded(rules=rules)
+    replica = Single().replica(recipe, RunContext(World.alone(torch.device("cpu")), logical_ranks=LOGICAL))
+    batches = micro_batches(recipe.data("train"), Order(3, BATCH, LOGICAL, tuple(range(LOGICAL))), torch.device("cpu"))
+    before = {key: value.clone() for key, value in replica.state()["model"].items()}
+    with pytest.raises(ConfigError, match=message):
+        replica.step(next(batches))
+    assert not [key for key, value in replica.state()["model"].items() if not torch.equal(value, before[key])]
+
+
+def test_values_that_must_be_equal_and_are_not_are_refused() -> None:
+    world = World.alone(torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r'1\.average is declared as "equal" .* differs between logical ranks'):
+        trained(Single(), world, Recorded(rules={**RULES, "*.average": "equal"}))
+
+    def body(each: World) -> str:
+        try:
+            trained(DDP(), each, Recorded(rules={**RULES, "*.average": "equal"}), logical=2)
+        except ConfigError as refusal:
+            return str(refusal)
+        return ""
+
+    assert all("differs between logical ranks" in text for text in run_in_worlds(body, 2))
+
+
+def test_a_process_that_has_one_logical_rank_needs_no_rules() -> None:
+    state = trained(Single(), World.alone(torch.device("cpu")), Recorded(rules={}), logical=1)
+    torch.testing.assert_close(state, dict(plain()))
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"*.sen": "sum"}, r"'\*\.sen' is no buffer of the model"),
+        ({"*.cache": "sum"}, "persistent=False"),
+        ({"*.seen": "mean"}, "torch.int64, which has no mean"),
+        ({"*.seen": "add"}, "unknown rule 'add'.*Known: equal, last, mean, sum"),
+        ({"*.queue": Concatenated(pointer="average")}, "pointer 'average' is no buffer"),
+        ({"*.queue": Concatenated(pointer="pointer", dim=2)}, "no dimension 2"),
+    ],
+)
+def test_a_rule_that_suits_no_buffer_is_refused_before_the_start(rules: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_construction(Recorded(rules=rules), DDP())
+
+
+def test_servers_refuse_declared_buffers_before_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"no buffer of a worker reaches another one. Use strategy=ddp"):
+        check_construction(Recorded(), ParameterServer())
