@@ -185,7 +185,7 @@ def test_a_process_that_has_one_logical_rank_needs_no_rules() -> None:
     [
         ({"*.sen": "sum"}, r"'\*\.sen' is no buffer of the model"),
         ({"*.cache": "sum"}, "persistent=False"),
-        ({"*.seen": "mean"}, "torch.int64, which has no mean"),
+        ({"*.seen": "mean"}, "torch.int64, whose mean is no integer"),
         ({"*.seen": "add"}, "unknown rule 'add'.*Known: equal, last, mean, sum"),
         ({"*.queue": Concatenated(pointer="average")}, "pointer 'average' is no buffer"),
         ({"*.queue": Concatenated(pointer="pointer", dim=2)}, "no dimension 2"),
@@ -197,5 +197,5 @@ def test_a_rule_that_suits_no_buffer_is_refused_before_the_start(rules: Any, mes
 
 
 def test_servers_refuse_declared_buffers_before_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"no buffer of a worker reaches another one. Use strategy=ddp"):
+    with pytest.raises(ConfigError, match=r"reach no other worker. Use strategy=ddp"):
         check_construction(Recorded(), ParameterServer())

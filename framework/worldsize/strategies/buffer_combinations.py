@@ -1,7 +1,7 @@
 """The rules by which the values of buffers after the passes of all logical ranks become one value.
 
-Each is a function of the values at the start of the step and after each logical rank's pass, whichever process
-computes it. Values that are not summed are sent as bytes, which nothing rounds.
+Each is a function of the values at the start of the step and after each logical rank's pass, so that processes may
+share the logical ranks in any way. Values that are not summed are sent as bytes, so that nothing rounds them.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class StepShape:
         return logical_rank // self.batches if self.dealing == "block" else logical_rank % self.size
 
     def nodes(self) -> dict[int, int]:
-        """Return the local node of the tree of sums of which each micro-batch is a part."""
+        """Return the local node of the tree of sums to which each micro-batch belongs."""
         if self.dealing == "block":
             return {batch: batch for batch in range(self.batches)}
         tree = Tree(self.logical_ranks, self.size)
         return {leaf: node for node in range(tree.nodes_of(self.rank)) for leaf in tree.leaves(node)}
 
     def total(self, rows: Sequence[Tensor]) -> Tensor:
-        """Sum the nodes of all processes, of which ``rows``, tensors (n,), are this one's."""
+        """Sum the nodes of all processes; ``rows`` are the nodes of this one, tensors (n,)."""
         if self.group is None:
             return sum_level(rows)
         nodes = self.logical_ranks if self.dealing == "block" else Tree(self.logical_ranks, self.size).nodes
@@ -82,11 +82,11 @@ class Combination(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Write the combined values into the buffers, which have the values of the step's start."""
+        """Write the combined values into the buffers, where the values of the step's start are by now."""
 
 
 def combinations_of(slots: Sequence[BufferSlot], shape: StepShape) -> list[Combination]:
-    """Make the combinations of ``slots``, which all have rules; all processes get the same ones in the same order."""
+    """Make the combinations of ``slots`` with rules; all processes get the same ones in the same order."""
     by_rule: dict[str, list[BufferSlot]] = {}
     for slot in slots:
         by_rule.setdefault(slot.rule if isinstance(slot.rule, str) else "", []).append(slot)
@@ -98,8 +98,8 @@ def combinations_of(slots: Sequence[BufferSlot], shape: StepShape) -> list[Combi
     for dtype in dict.fromkeys(slot.tensor.dtype for slot in sums):
         made.append(_Sum([slot for slot in sums if slot.tensor.dtype == dtype], shape))
     for rule, kind in (("same", _Same), ("equal", _Equal), ("last", _Last)):
-        if found := by_rule.get(rule):
-            made.append(kind(found, shape))
+        if chosen := by_rule.get(rule):
+            made.append(kind(chosen, shape))
     return [*made, *queues]
 
 
@@ -266,7 +266,7 @@ class _Queue(Combination):
 
 
 def _value(slot: BufferSlot, first: Tensor) -> Tensor:
-    """Return the value that a forward pass has left in ``slot``, whose form must be that of ``first``."""
+    """Return the value that a forward pass has left in ``slot``, in the shape and dtype of ``first``."""
     now = slot.tensor
     if (now.shape, now.dtype) != (first.shape, first.dtype):
         raise ConfigError(
@@ -286,7 +286,7 @@ def _bytes(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _parts(row_n: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Divide the bytes of all tensors into those of each one of ``like``."""
+    """Divide the bytes of all tensors, (n,), among the tensors of ``like``."""
     return torch.split(row_n, [tensor.nbytes for tensor in like])
 
 

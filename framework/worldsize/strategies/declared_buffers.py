@@ -1,4 +1,4 @@
-"""Which rule combines each buffer of a model over logical ranks: a recipe's, or that of one of torch's own layers."""
+"""The rules that combine the buffers of a model over logical ranks: those of the recipe and of torch's own layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Known: TypeAlias = BufferRule | Literal["same"] | None
 @final
 @dataclass(frozen=True, eq=False)
 class BufferSlot:
-    """The place of a saved buffer in its module; programs may put another tensor there at each step."""
+    """The place of a saved buffer in its module, where a program may put a new tensor in each step."""
 
     module: nn.Module
     own: str
@@ -38,7 +38,7 @@ class BufferSlot:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that is in this place now."""
+        """The tensor that is in this place now, of any shape."""
         tensor = self.module._buffers[self.own]
         assert tensor is not None
         return tensor
@@ -56,7 +56,7 @@ class BufferSlot:
         return (self, self.pointer) if isinstance(self.rule, Concatenated) else (self,)
 
     def replace(self, tensor: Tensor) -> None:
-        """Put ``tensor`` into this place."""
+        """Put ``tensor``, of any shape, into this place."""
         self.module._buffers[self.own] = tensor
 
 
@@ -88,13 +88,13 @@ def declare_buffers(recipe: Recipe, model: nn.Module, *, trains_apart: bool = Fa
     saved = {slot.name: slot for slot in buffer_slots(model)}
     matched: dict[str, BufferRule] = {}
     for pattern, rule in rules.items():
-        found = [name for name in saved if fnmatchcase(name, pattern)]
-        if not found:
+        matches = [name for name in saved if fnmatchcase(name, pattern)]
+        if not matches:
             where = f"{type(recipe).__name__}.buffers: {pattern!r}"
             if any(fnmatchcase(name, pattern) for name in names):
                 raise ConfigError(f"{where} has persistent=False, and no checkpoint has it. Leave it out.")
             raise ConfigError(f"{where} is no buffer of the model{neighbours(pattern, names)}")
-        for name in found:
+        for name in matches:
             _check(recipe, saved, name, rule, trains_apart=trains_apart)
             matched[name] = rule
     for prefix, module in model.named_modules():
@@ -107,9 +107,11 @@ def _check(recipe: Recipe, saved: Mapping[str, BufferSlot], name: str, rule: Buf
     if not isinstance(rule, Concatenated) and rule not in BUFFER_SUMS:
         raise ConfigError(f"{where} has the unknown rule {rule!r}{neighbours(str(rule), BUFFER_SUMS)}")
     if rule == "mean" and not tensor.is_floating_point():
-        raise ConfigError(f'{where} holds {tensor.dtype}, which has no mean. Declare it as "sum", or make it float.')
+        raise ConfigError(
+            f'{where} holds {tensor.dtype}, whose mean is no integer. Declare it as "sum", or make it float.'
+        )
     if rule == "sum" and tensor.dtype is torch.bool:
-        raise ConfigError(f"{where} holds truth values, which have no sum. Make it torch.int64.")
+        raise ConfigError(f"{where} holds truth values, and these cannot be added. Make it torch.int64.")
     if trains_apart and rule not in ("mean", "equal"):
         raise ConfigError(
             f"{where} is combined over the logical ranks of each step, and workers that train apart see only their "
@@ -172,6 +174,6 @@ def refuse_unserved_buffers(recipe: Recipe, model: nn.Module) -> None:
     """
     for name in recipe.buffers(model):
         raise ConfigError(
-            f"{type(recipe).__name__}.buffers names {name!r}, which the loss changes: servers keep parameters, and no "
-            "buffer of a worker reaches another one. Use strategy=ddp, zero or fsdp."
+            f"{type(recipe).__name__}.buffers names {name!r}: servers keep parameters alone, so that changes of a "
+            "buffer reach no other worker. Use strategy=ddp, zero or fsdp."
         )

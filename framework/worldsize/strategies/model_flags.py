@@ -17,11 +17,10 @@ class ModelModes:
         self._modes = [(module, module.training) for model in models for module in model.modules()]
 
     def restore(self) -> None:
-        """Restore the mode of each module, whatever those of its parents and children are.
+        """Restore the mode of each module, whatever the modes of its parents and children.
 
         ``train`` is called where modes differ, since a program may have overridden it, such as to merge adapters. It
-        also sets the modes of a module's children, and of children that another module shares, so that all are set once
-        more.
+        also sets the modes of children, some of them shared with other modules, so that all are set once more.
         """
         for module, mode in self._modes:
             if module.training != mode:

@@ -26,7 +26,7 @@ class StepBuffers(ABC):
         """Add the change made by the forward pass of this micro-batch, and restore the values of the step's start.
 
         Raises:
-            ConfigError: it has changed a buffer that has no rule.
+            ConfigError: it has changed a buffer without a rule.
         """
 
     @abstractmethod
@@ -39,7 +39,7 @@ class StepBuffers(ABC):
 
     @abstractmethod
     def restore(self) -> None:
-        """Restore the values of the step's start, after a pass that does not count or a step that was interrupted."""
+        """Restore the values of the step's start, after a pass that does not count; also after :meth:`finish`."""
 
 
 @final
@@ -52,7 +52,8 @@ class BufferMean:
     one without a rule is refused.
 
     ``logical_ranks``: those of all processes, which may have different numbers of them; None: all have as many as this
-    one. ``skips_norms``: whether the statistics of norm layers are left to the caller.
+    one. If it is given, the gang heals: a step may end before its update and be repeated (:meth:`undo`).
+    ``skips_norms``: whether the statistics of norm layers are left to the caller.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class BufferMean:
         self._skips_norms = skips_norms
         self._slots: Sequence[BufferSlot] | None = None  # found in the first step, when all rules are declared
         self._begun = 0  # steps
+        self._last: StepBuffers | None = None  # of the last step, as long as that may have to be undone
 
     @contextmanager
     def step(self, batches: int) -> Iterator[StepBuffers]:
@@ -83,13 +85,24 @@ class BufferMean:
 
     def begin(self, batches: int) -> StepBuffers:
         """Begin a step of ``batches`` micro-batches on this rank."""
+        buffers = self._step_buffers(batches)
+        self._last = buffers if self._logical_ranks is not None else None
+        return buffers
+
+    def undo(self) -> None:
+        """Restore the values before the last step if it ended before its update; only where a gang heals."""
+        if self._last is not None:
+            self._last.restore()
+            self._last = None
+
+    def _step_buffers(self, batches: int) -> StepBuffers:
         if self._slots is None:
             self._slots = buffer_slots(self._module)
         size = dist.get_world_size(self._group) if self._group else 1
         shape = StepShape(self._logical_ranks or batches * size, batches, self._group, self._dealing)
         is_alone = shape.logical_ranks == 1 and not trains_apart(self._module)
         if is_alone or not self._slots:
-            return _UNTOUCHED
+            return _UNTOUCHED if self._logical_ranks is None else _KeptBuffers(self._slots)
         self._begun += 1
         compares = self._begun & (self._begun - 1) == 0  # values in steps 1, 2, 4, 8, ...; else the counts of changes
         watched = [_Watched(slot, compares=compares) for slot in self._slots if slot.rule is None]
@@ -111,6 +124,21 @@ class _UntouchedBuffers(StepBuffers):
 
 
 _UNTOUCHED = _UntouchedBuffers()
+
+
+@final
+class _KeptBuffers(StepBuffers):
+    """Buffers that need no combining, in a step that may be repeated."""
+
+    def __init__(self, slots: Sequence[BufferSlot]) -> None:
+        self._held = _held(slots)
+
+    def add(self, batch: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def restore(self) -> None:
+        _restore(self._held)
 
 
 @final
@@ -138,8 +166,8 @@ class _Watched:
             changed = now is not self._tensor or now._version != self._version
         if changed:
             raise ConfigError(
-                f"the loss changes the buffer {self._slot.name}, and nothing says how its values on the logical ranks "
-                "of a step become one. Declare it in Recipe.buffers: "
+                f"the loss changes the buffer {self._slot.name}, and has no rule for its values on the logical ranks "
+                "of a step. Declare it in Recipe.buffers: "
                 f'{{"{self._slot.name}": "sum"}} for a counter of samples, "mean" for averages over a batch, "equal" '
                 'for a counter of steps, "last", or Concatenated(pointer=...) for a queue. Register it with '
                 "persistent=False if it is a cache, which any process can compute again."
@@ -162,15 +190,14 @@ class _CombinedBuffers(StepBuffers):
         self, slots: Sequence[BufferSlot], combinations: Sequence[Combination], watched: Sequence[_Watched]
     ) -> None:
         self._combinations, self._watched = combinations, watched
-        held = [held for slot in slots for held in slot.all]
-        self._held = [(slot, slot.tensor, slot.tensor.clone()) for slot in held]
+        self._held = _held(slots)
 
     def add(self, batch: int) -> None:
         for watched in self._watched:
             watched.check()
         for combination in self._combinations:
             combination.add(batch)
-        self._restore()
+        _restore(self._held)
 
     def finish(self) -> None:
         for combination in self._combinations:
@@ -179,9 +206,17 @@ class _CombinedBuffers(StepBuffers):
     def restore(self) -> None:
         for watched in self._watched:
             watched.restore()
-        self._restore()
+        _restore(self._held)
 
-    def _restore(self) -> None:
-        for slot, tensor, first in self._held:
-            tensor.data.copy_(first)  # through .data, since a new version would invalidate autograd's graph
-            slot.replace(tensor)
+
+_Held = Sequence[tuple[BufferSlot, Tensor, Tensor]]  # places, the tensors there, and copies of them
+
+
+def _held(slots: Sequence[BufferSlot]) -> _Held:
+    return [(held, held.tensor, held.tensor.clone()) for slot in slots for held in slot.all]
+
+
+def _restore(held: _Held) -> None:
+    for slot, tensor, first in held:
+        tensor.data.copy_(first)  # through .data, since a new version would invalidate autograd's graph
+        slot.replace(tensor)

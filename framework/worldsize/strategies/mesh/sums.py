@@ -87,7 +87,7 @@ class StageSums(ABC):
 
     @abstractmethod
     def begin_passes(self) -> None:
-        """Undo what passes before the first of the step have done: torch makes one to learn the shapes of messages."""
+        """Restore buffers after passes that do not count: torch makes one to learn the shapes of messages."""
 
     @abstractmethod
     def forwarded(self, place: int) -> None:

@@ -33,7 +33,8 @@ class UnownedWeights:
             if version != self._before[name]:
                 raise ConfigError(
                     f"training has changed {name}, which is not trained: with a parameter server it reaches neither "
-                    "evaluation nor checkpoints. Use strategy=ddp, or register it with persistent=False."
+                    "evaluation nor checkpoints. Use strategy=ddp, or register it with persistent=False if it is a "
+                    "cache."
                 )
 
     def _versions(self) -> dict[str, tuple[int, int]]:
