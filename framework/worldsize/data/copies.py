@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from worldsize.core import Batch, MicroBatch
+from worldsize.data.batches import map_tensors, pinned, to_device
 
 Host = TypeVar("Host")
 Copied = TypeVar("Copied")
@@ -51,13 +52,13 @@ class SideStream:
             current.wait_event(copied)  # and not for the side stream, where the next copy may have begun
             for each in copies:
                 _use_on(each.data, current)
-            return copies
+            return [replace(each, data=to_device(each.data, self._device)) for each in copies]
 
         return finish
 
 
 def _copied(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch without waiting for the copy.
+    """Copy a batch without waiting for the copy; objects whose tensors cannot be kept for another stream stay.
 
     Its pinned memory, without which the copy would wait, is kept until the stream has read it.
     """
@@ -66,7 +67,11 @@ def _copied(batch: Batch, device: torch.device) -> Batch:
         pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
         return pinned.to(device, non_blocking=True)
 
-    return apply_to_collection(batch, Tensor, copied)
+    return map_tensors(batch, copied, lambda own: to_device(pinned(own), device) if _is_recorded(own) else own)
+
+
+def _is_recorded(own: object) -> bool:
+    return callable(getattr(own, "record_stream", None)) or isinstance(own, PackedSequence)
 
 
 def _use_on(batch: Batch, stream: torch.cuda.Stream) -> None:
@@ -77,4 +82,13 @@ def _use_on(batch: Batch, stream: torch.cuda.Stream) -> None:
             tensor.record_stream(stream)
         return tensor
 
-    apply_to_collection(batch, Tensor, used)
+    def own_used(own: Any) -> Any:
+        if isinstance(own, PackedSequence):
+            for each in own:
+                if each is not None:
+                    used(each)
+        elif _is_recorded(own):
+            own.record_stream(stream)
+        return own
+
+    map_tensors(batch, used, own_used)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from worldsize.core import Batch, ConfigError, EvaluationBatch, World
-from worldsize.data.fetch import Collate, fetch, is_iterable, to_device
+from worldsize.data.batches import to_device
+from worldsize.data.fetch import Collate, fetch, is_iterable
 from worldsize.data.source import Source, count_skipped
 from worldsize.data.storage.byte_files import SampleError
 from worldsize.reproducibility.seeds import stream

@@ -1,4 +1,4 @@
-"""Loads one batch of a data set, and brings it to the device."""
+"""Loads one batch of a data set."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from worldsize.core import Batch, Recipe
+from worldsize.core import Batch, ConfigError, Recipe
 
 Collate = Callable[[list[Any]], Batch]
 
@@ -45,12 +44,16 @@ def fetch(dataset: Any, indices: Tensor, collate: Collate = default_collate) -> 
 
 
 def is_iterable(dataset: Any) -> bool:
-    """Return whether a data set is a stream, which has no length and no index."""
+    """Return whether a data set is a stream, which has no length and no index.
+
+    Raises:
+        ConfigError: it is a DataLoader that makes batches, whose batches would be taken for samples.
+    """
+    if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
+        raise ConfigError(
+            f"the recipe's data are a {type(dataset).__name__}, which makes batches itself, in an order and of a size "
+            "that no other world size would have. Return its data set (loader.dataset), set batch_size to the samples "
+            "of a step over all processes, and define Recipe.collate if it has a collate_fn; data_workers stands for "
+            "num_workers. As a stream of single samples, give it batch_size=None."
+        )
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move every tensor of a nested batch to ``device``; for the CPU return the batch as it is."""
-    if device.type == "cpu":
-        return batch
-    return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(device, non_blocking=True))

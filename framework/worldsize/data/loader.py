@@ -12,8 +12,9 @@ from torch.utils.data import default_collate
 from worldsize.core import Batch, ConfigError, MicroBatch
 from worldsize.data.auto_workers import AutoWorkers
 from worldsize.data.balanced import balanced
+from worldsize.data.batches import to_device
 from worldsize.data.copies import SideStream, copied_ahead
-from worldsize.data.fetch import Collate, fetch, is_iterable, to_device
+from worldsize.data.fetch import Collate, fetch, is_iterable
 from worldsize.data.order import Order
 from worldsize.data.streams import TrainingStream
 from worldsize.data.worker_loader import Request, WorkerLoader, loaded, loaded_by

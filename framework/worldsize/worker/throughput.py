@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,17 +10,18 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from worldsize.config.learning_rate import update_samples
 from worldsize.config.settings import Settings
 from worldsize.core import Event, Loss, LossOutput, MicroBatch, MultiUpdateRecipe, Recipe, StepDone, World
 from worldsize.cost.peaks import peak_flops
+from worldsize.data.batches import map_tensors, to_device
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.multi_train_state import optimizers_of, parameters_of
 
 _logger = logging.getLogger(__name__)
+_META = torch.device("meta")
 
 
 def counted_flops(recipe: Recipe, batch: MicroBatch) -> int:
@@ -49,8 +51,10 @@ def _scalar(loss: Loss) -> Tensor:
 
 
 def _on_meta(batch: MicroBatch) -> MicroBatch:
-    data = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch.data)
-    return replace(batch, data=data)
+    def on_meta(own: Any) -> Any:
+        return to_device(copy.copy(own), _META) if callable(getattr(own, "to", None)) else own
+
+    return replace(batch, data=map_tensors(batch.data, lambda tensor: tensor.to(_META), on_meta))
 
 
 @final

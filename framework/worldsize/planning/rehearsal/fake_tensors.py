@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from typing import Any, Self, final
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from worldsize.collectives.per_rank import local
 from worldsize.core import ConfigError, StateDict, Strategy
+from worldsize.data.batches import map_tensors
 
 
 @final
@@ -48,7 +48,7 @@ class FakeTensors:
 
     def of(self, data: Any) -> Any:
         """Return ``data`` with fakes in place of its tensors."""
-        return apply_to_collection(data, Tensor, self.mode.from_tensor)
+        return map_tensors(data, self.mode.from_tensor, lambda own: own)
 
 
 @final
