@@ -8,7 +8,6 @@ Nothing in PyTorch is patched. Where PyTorch itself waits, its hooks mark the wa
 
 ============================== =====================================================================================
 DistributedDataParallel        :func:`backward` for the gradients, :func:`time_buffers` for the buffers
-ZeroRedundancyOptimizer        :func:`time_parameters`
 ``fully_shard``                :mod:`worldsize.collectives.timed_sharding`
 tensor parallelism, pipelines  :mod:`worldsize.strategies.mesh.timing`
 ============================== =====================================================================================
@@ -33,7 +32,6 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup, Work
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from worldsize.collectives.interruption import INTERRUPTION
 
@@ -224,9 +222,3 @@ def time_buffers(module: DistributedDataParallel) -> None:
     if any(True for _ in module.buffers()):
         module.register_forward_pre_hook(lambda *_: mark("communication"))
         module.module.register_forward_pre_hook(lambda *_: mark("compute"), prepend=True)
-
-
-def time_parameters(optimizer: Optimizer, local: Optimizer) -> None:
-    """Count what ``optimizer`` does after its ``local`` optimizer has stepped, sending parameters, as communication."""
-    local.register_step_post_hook(lambda *_: mark("communication"))
-    optimizer.register_step_post_hook(lambda *_: mark("update"))

@@ -38,6 +38,8 @@ from worldsize.strategies.hook_trial import refuse_mixing_hooks
 from worldsize.strategies.local_steps import step_locally
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import MultiUpdateReplica, refuse_healing_updates
+from worldsize.strategies.optimizer_trial import refuse_divided_updates
+from worldsize.strategies.shard_trial import refuse_wrong_updates
 from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.step_hooks import recipe_hooks
 from worldsize.strategies.synchronous import SynchronousReplica
@@ -115,6 +117,7 @@ class FSDP(Strategy):
         refuse_sparse_gradients(model)
         refuse_divided_matrices(optimizer)
         refuse_fused(optimizer, self.reduce)
+        refuse_divided_updates(recipe, model, optimizer, reduce=self.reduce, heals=self.on_failure == "heal")
         if recipe_hooks(optimizer):
             refuse_mixing_hooks(recipe, model)
 
@@ -183,13 +186,19 @@ class FSDP(Strategy):
             sums = sharded_reducer(self.reduce, root, world, copies, averages_buffers=False, accumulates_shards=shards)
             states = MultiTrainState.of(recipe, model)
             for optimizer in states.optimizers:
+                self._check_updates(recipe, model, optimizer)
                 step_locally(optimizer)
             return MultiUpdateReplica(recipe, context, train_state=states, reducer=sums, root=root)
         ranks = context.logical_ranks if self.on_failure == "heal" else None  # else all have equally many
         sums = sharded_reducer(self.reduce, model, world, copies, accumulates_shards=shards, logical_ranks=ranks)
         state = TrainState.of(recipe, model)
+        self._check_updates(recipe, model, state.optimizer)
         step_locally(state.optimizer)
         return SynchronousReplica(recipe, context, train_state=state, reducer=sums, logical_ranks=ranks)
+
+    def _check_updates(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+        if self.reduce != "ordered" and self.on_failure != "heal":  # otherwise checked before the start
+            refuse_wrong_updates(recipe, model, optimizer)
 
     def _mesh(self, world: World) -> DeviceMesh:
         """Return the mesh (copies, shards of a copy); the ranks of a copy are consecutive."""

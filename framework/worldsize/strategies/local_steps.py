@@ -12,13 +12,14 @@ from typing import Any, final
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import ASGD, SGD, Adadelta, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import Adagrad, Optimizer
 
 from worldsize.collectives.per_rank import local, sharded_like
 from worldsize.optimizers.names import all_parameters
+from worldsize.strategies.optimizer_trial import ELEMENTWISE
 from worldsize.strategies.step_hooks import StrategyHook, recipe_hooks
 
-_ELEMENTWISE = (ASGD, SGD, Adadelta, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)  # and none derived from these
+_LOCAL = tuple(kind for kind in ELEMENTWISE if kind is not Adagrad)  # which makes its state of DTensors, before a step
 
 
 def step_locally(optimizer: Optimizer) -> None:
@@ -28,7 +29,7 @@ def step_locally(optimizer: Optimizer) -> None:
     with step hooks of the recipe, which may read its parameters or its state, stays as it is.
     """
     is_divided = any(isinstance(parameter, DTensor) and parameter.ndim for parameter in all_parameters(optimizer))
-    if type(optimizer) in _ELEMENTWISE and is_divided and not recipe_hooks(optimizer):
+    if type(optimizer) in _LOCAL and is_divided and not recipe_hooks(optimizer):
         _LocalSteps(optimizer).begin()
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from worldsize.core import MultiUpdateRecipe, Recipe, StateDict
@@ -35,11 +37,28 @@ def multi_meta_states(recipe: MultiUpdateRecipe, model: nn.Module) -> Mapping[st
 def _without_memory(state_of: Callable[[nn.Module], StateDict], model: nn.Module) -> StateDict:
     """Return ``state_of`` a copy of ``model`` without memory, with all tensors on the meta device."""
     try:
-        return _on_meta(state_of(_copied(model, "meta")))
+        with _AnyValue():
+            return _on_meta(state_of(_copied(model, "meta")))
     except RuntimeError:  # fused optimizers refuse the meta device
-        with HostFakes():
+        with HostFakes(), _AnyValue():
             state = state_of(_copied(model, "cpu"))
         return _on_meta(state)
+
+
+@final
+class _AnyValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives tensors without memory the value 1: some updates read values, but no shape depends on them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
 
 
 def _copied(model: nn.Module, device: str) -> nn.Module:
@@ -73,14 +92,14 @@ class ShardedOptimizerState(OptimizerState):
 
     model: nn.Module
     optimizer: Optimizer
-    """The optimizer of the training loop, whose groups hold the learning rates."""
-    own: Optimizer
-    """The optimizer of the parameters that this rank updates; may be the same."""
     full: Mapping[str, Any] = field(repr=False)
     """The optimizer's state as one rank would hold it, see :func:`meta_state`."""
+    restricted: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Lets the optimizer's groups have only the parameters of this rank within the context."""
 
     def state(self) -> StateDict:
-        mine = named_state(self.model, self.own)
+        with self.restricted():
+            mine = named_state(self.model, self.optimizer)
         groups = [
             {**saved, **_options(group)}
             for saved, group in zip(self.full["param_groups"], self.optimizer.param_groups, strict=True)
@@ -88,17 +107,17 @@ class ShardedOptimizerState(OptimizerState):
         return {**merge_states(self.full, {"state": mine["state"]}), "param_groups": groups}
 
     def load(self, state: StateDict) -> None:
-        mine = named_state(self.model, self.own)
-        groups = [
-            {**group, "params": own["params"]}
-            for group, own in zip(state["param_groups"], mine["param_groups"], strict=True)
-        ]
-        part: Any = {"state": {name: state["state"][name] for name in mine["state"]}, "param_groups": groups}
-        load_named_state(self.model, self.own, part)
+        with self.restricted():
+            mine = named_state(self.model, self.optimizer)
+            groups = [
+                {**group, "params": own["params"]}
+                for group, own in zip(state["param_groups"], mine["param_groups"], strict=True)
+            ]
+            part: Any = {"state": {name: state["state"][name] for name in mine["state"]}, "param_groups": groups}
+            load_named_state(self.model, self.optimizer, part)
         # torch saves no options for a group without parameters
-        for saved, *both in zip(state["param_groups"], self.own.param_groups, self.optimizer.param_groups, strict=True):
-            for group in both:
-                group.update(_options(saved))
+        for saved, group in zip(state["param_groups"], self.optimizer.param_groups, strict=True):
+            group.update(_options(saved))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

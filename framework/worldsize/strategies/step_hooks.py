@@ -26,12 +26,27 @@ class StrategyHook:
         self.run()
 
 
-def move_step_hooks(source: Optimizer, target: Optimizer) -> None:
-    """Move the step hooks of ``source`` to ``target``, which replaces it."""
-    for before in source._optimizer_step_pre_hooks.values():
-        target.register_step_pre_hook(before)
-    for after in source._optimizer_step_post_hooks.values():
-        target.register_step_post_hook(after)
+def enclose_steps(optimizer: Optimizer, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+    """Call ``enter`` right before each step of ``optimizer`` and ``leave`` right after it, inside all other hooks."""
+    depth = 0  # if a class and its base class have hooked steps, hooks run twice in a step
+
+    def before() -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            enter()
+
+    def after() -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            leave()
+
+    optimizer.register_step_pre_hook(StrategyHook(before))
+    last = optimizer.register_step_post_hook(StrategyHook(after))
+    hooks = optimizer._optimizer_step_post_hooks
+    for key in [key for key in hooks if key != last.id]:  # those that were there run after it
+        hooks[key] = hooks.pop(key)
 
 
 @contextmanager

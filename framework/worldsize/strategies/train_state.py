@@ -7,8 +7,7 @@ compose, show or submit a run need not wait for.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -19,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from worldsize.collectives.per_rank import local, zeros_like
 from worldsize.core import Recipe, StateDict
+from worldsize.optimizers.counters import counters_kept
 from worldsize.optimizers.names import all_parameters, named_by
 from worldsize.optimizers.schedule_free import begin_training, has_begun, is_schedule_free
 from worldsize.reproducibility.seeds import drawn_apart
@@ -223,33 +223,12 @@ def _probe(optimizer: Optimizer, only: Set[int] | None = None) -> None:
 
     ``only``: the ids of the parameters that it is for; None: all.
     """
-    with _groups_kept(optimizer):
+    with counters_kept(optimizer):
         for parameter in all_parameters(optimizer):
             is_probed = parameter.requires_grad and (only is None or id(parameter) in only)
             parameter.grad = zeros_like(parameter) if is_probed else None
         optimizer.step()
     optimizer.zero_grad()
-
-
-@contextmanager
-def _groups_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Restore all options after the context, and set the learning rate and the weight decay to 0 within it.
-
-    The weight decay would change the moments as a part of the gradient; and some optimizers count their steps among the
-    options.
-    """
-    kept = [dict(group) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group.update({name: _zero(group[name]) for name in ("lr", "weight_decay") if name in group})
-    try:
-        yield
-    finally:
-        for group, options in zip(optimizer.param_groups, kept, strict=True):
-            group.update(options)
-
-
-def _zero(option: float | Tensor) -> float | Tensor:
-    return torch.zeros_like(option) if isinstance(option, Tensor) else 0.0
 
 
 def _has_not_stepped(optimizer: Optimizer) -> bool:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, final
+from typing import Annotated, Any, final
 
 from torch import nn
-from torch.distributed import Work
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from worldsize.collectives.step_timer import started, time_parameters, wait
 from worldsize.core import (
     Cluster,
     Cost,
@@ -33,9 +29,10 @@ from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import OnFailure, replicated, worker_roles
 from worldsize.strategies.multi_train_state import MultiTrainState, optimizers_of
 from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
+from worldsize.strategies.optimizer_trial import refuse_joint_updates
+from worldsize.strategies.owned_steps import OwnedSteps
 from worldsize.strategies.reducers import gradient_reducer, interruptible_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state, multi_meta_states
-from worldsize.strategies.step_hooks import move_step_hooks
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState, optimizer_of
 
@@ -43,10 +40,10 @@ from worldsize.strategies.train_state import TrainState, optimizer_of
 @final
 @dataclass(frozen=True)
 class ZeRO(Strategy):
-    """Torch's ZeroRedundancyOptimizer around the recipe's (Rajbhandari et al. 2020, arXiv 1910.02054, stage 1).
+    """Sharded optimizer state (Rajbhandari et al. 2020, arXiv 1910.02054, stage 1).
 
-    Gradients are all-reduced as in DDP; each rank updates its parameters and sends them to the others. The options are
-    those of :class:`~worldsize.strategies.ddp.DDP`.
+    Gradients are all-reduced as in DDP. On each rank the recipe's optimizer updates its own parameters and sends
+    them to the others. Options: see :class:`~worldsize.strategies.ddp.DDP`.
     """
 
     averages_weights = True
@@ -63,6 +60,9 @@ class ZeRO(Strategy):
     def check_recipe(self, recipe: Recipe) -> None:
         if self.on_failure == "heal":
             refuse_healing_updates(recipe)
+
+    def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+        refuse_joint_updates(recipe, model, optimizer, because="with this strategy each rank updates some of them")
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         return worker_roles(cluster, self.on_failure)
@@ -94,41 +94,24 @@ class ZeRO(Strategy):
 
 
 def _sharded(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
-    sharded = _divided(optimizer_of(recipe, model), world)
-    full = meta_state(recipe, model)["optimizer"]
-    parts = ShardedOptimizerState(model, sharded, own=sharded.optim, full=full)
-    return TrainState(model, sharded, recipe.schedule(sharded), parts)
+    optimizer = optimizer_of(recipe, model)
+    parts = _owned_state(model, optimizer, world, meta_state(recipe, model)["optimizer"])
+    return TrainState(model, optimizer, recipe.schedule(optimizer), parts)
 
 
 def _multi_sharded(recipe: MultiUpdateRecipe, model: nn.Module, world: World) -> MultiTrainState:
-    sharded = {name: _divided(optimizer, world) for name, optimizer in optimizers_of(recipe, model).items()}
-    full = multi_meta_states(recipe, model)
-    parts = {
-        name: ShardedOptimizerState(model, optimizer, own=optimizer.optim, full=full[name])
-        for name, optimizer in sharded.items()
-    }
-    return MultiTrainState.scheduled(recipe, model, sharded, parts)
+    optimizers, full = optimizers_of(recipe, model), multi_meta_states(recipe, model)
+    parts = {name: _owned_state(model, each, world, full[name]) for name, each in optimizers.items()}
+    return MultiTrainState.scheduled(recipe, model, optimizers, parts)
 
 
-def _divided(plain: Optimizer, world: World) -> ZeroRedundancyOptimizer:
-    """Return a sharded optimizer equivalent to ``plain``."""
-    groups = [dict(group) for group in plain.param_groups]
-    known = inspect.signature(type(plain)).parameters  # AdamW stores a default that its constructor does not take
-    defaults = {name: value for name, value in plain.defaults.items() if name in known}
-    sharded = _WaitingOptimizer(groups, type(plain), process_group=world.group, **defaults)
-    move_step_hooks(plain, sharded)
-    time_parameters(sharded, sharded.optim)
-    return sharded
-
-
-@final
-class _WaitingOptimizer(ZeroRedundancyOptimizer):
-    """Waits for the parameters of other ranks in Python, where it learns of the end of its gang."""
-
-    def _sync_params(self) -> None:
-        send: Callable[[int], list[Work]] = self._broadcast_params_from_rank  # type: ignore[attr-defined]
-        for work in [started(work) for rank in range(self.world_size) for work in send(rank)]:
-            wait(work)
+def _owned_state(
+    model: nn.Module, optimizer: Optimizer, world: World, full: Mapping[str, Any]
+) -> ShardedOptimizerState:
+    """Restrict the steps of ``optimizer`` to this rank's parameters, and return its state."""
+    steps = OwnedSteps(optimizer, world)
+    steps.begin()
+    return ShardedOptimizerState(model, optimizer, full, steps.restricted)
 
 
 def _cost(work: Workload, cluster: Cluster, *, bucket_mb: float) -> Cost:

@@ -41,17 +41,21 @@ def closed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         OPEN.pop().close()
 
 
+def made(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def learning() -> TrainState:
     torch.manual_seed(1)
     model = nn.Linear(3, 5)
-    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
+    return TrainState(model, made(model), None)
 
 
 def served(listener: socket.socket, keys: Credentials | None = None, **rule: Any) -> ShardServer:
     learned = learning()
     (owned,) = plan_shards(dict(learned.model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
     log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
-    receiver = PushReceiver(Shard(ShardParameters(learned, owned), Rule(1, **rule)), None)
+    receiver = PushReceiver(Shard(ShardParameters(learned, owned, make=made), Rule(1, **rule)), None)
     server = ShardServer(ShardMaster(receiver, Sessions(), log, timeout=5.0), listener, keys)
     server.start()
     OPEN.append(listener)
@@ -181,7 +185,7 @@ def test_a_worker_of_an_earlier_epoch_is_refused(server: ShardServer) -> None:
 def test_a_step_that_is_not_complete_is_neither_weighed_nor_does_it_have_a_norm() -> None:
     learned = learning()
     (owned,) = plan_shards(dict(learned.model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
-    shard = Shard(ShardParameters(learned, owned), Rule(1, requires_commit=True))
+    shard = Shard(ShardParameters(learned, owned, make=made), Rule(1, requires_commit=True))
     log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
     master = ShardMaster(PushReceiver(shard, None), Sessions(), log, timeout=0.01)
     with pytest.raises(RefusedError, match="the gradients of step 1 did not all arrive"):

@@ -32,15 +32,19 @@ RULES = {
 Push = dict[str, Any]
 
 
+def made(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
 def shard(rule: Rule) -> Shard:
     """Make a shard of one bucket and one table, with state in its optimizer and a schedule."""
     torch.manual_seed(1)
     model = nn.Linear(3, 5)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = made(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     (buckets,) = plan_shards(dict(model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
     rows = Rows(TABLE, RowRule(seed=3), 0, update_of(optimizer, optimizer.param_groups[0], TABLE.name))
-    return Shard(ShardParameters(TrainState(model, optimizer, schedule), buckets, [rows]), rule)
+    return Shard(ShardParameters(TrainState(model, optimizer, schedule), buckets, [rows], make=made), rule)
 
 
 def pushes(steps: int) -> list[Push]:

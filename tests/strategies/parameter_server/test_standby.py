@@ -40,6 +40,10 @@ LEASE = 10.0  # seconds; a killed server is detected at once by its closed conne
 PATIENCE = 60.0
 
 
+def made(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
 class Counters:
     """A table of counters on a server and its standby, each a process of its own; a push of -1 adds one."""
 
@@ -59,10 +63,10 @@ class Counters:
         show_messages()
         model = nn.Linear(CELLS, 1, bias=False)
         nn.init.zeros_(model.weight)
-        learning = TrainState(model, torch.optim.SGD(model.parameters(), lr=1.0), None)
+        learning = TrainState(model, made(model), None)
         (owned,) = plan_shards(dict(model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
         listener = listen(f"unix:{self.folder}/{name}_{os.getpid()}", None)
-        shard = Shard(ShardParameters(learning, owned), Rule(1, synchronous=False))
+        shard = Shard(ShardParameters(learning, owned, make=made), Rule(1, synchronous=False))
         dialer = Dialer(name, self.registry, None, PATIENCE, Operation)
         mastership = RegisteredMastership(self.registry, shard_service(0), address=address_of(listener), name=name)
         receiver, options = PushReceiver(shard, None), {"is_first": is_first, "has_standbys": True}

@@ -37,14 +37,18 @@ from worldsize.strategies.train_state import TrainState
 # ---------------------------------------------------------------- what a shard goes back to
 
 
+def made(model: nn.Module) -> Adam:
+    return Adam(model.parameters(), lr=0.1)
+
+
 def served() -> ShardMaster:
     torch.manual_seed(1)
     model = nn.Linear(3, 5)
-    optimizer = Adam(model.parameters(), lr=0.1)
+    optimizer = made(model)
     (buckets,) = plan_shards(dict(model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
     state = TrainState(model, optimizer, StepLR(optimizer, step_size=2, gamma=0.5))
     log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
-    shard = Shard(ShardParameters(state, buckets), Rule(2, requires_commit=True))
+    shard = Shard(ShardParameters(state, buckets, make=made), Rule(2, requires_commit=True))
     return ShardMaster(PushReceiver(shard, None), Sessions(), log, timeout=5.0)
 
 
@@ -215,7 +219,7 @@ def test_a_step_in_which_workers_are_lost_each_time_ends_the_run() -> None:
 def test_every_parameter_is_owned_once_by_the_shards_of_its_optimizer(servers: int) -> None:
     state = MultiTrainState.of(Players(), Players().model())
     planner = ShardPlanner(servers, bucket_bytes=256, keeps_whole=False, rows=RowRule(0), codec=None)
-    plans = planner.update_plans(state)
+    plans = planner.update_plans(Players(), state)
     owned = {
         name: sorted(piece.name for shard in plan.shards for bucket in shard for piece in bucket.pieces)
         for name, plan in plans.items()

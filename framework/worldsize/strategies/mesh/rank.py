@@ -8,6 +8,7 @@ from typing import final
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, Reduction, Replica, RunContext, World
 from worldsize.reproducibility.seeds import generators_kept
@@ -26,6 +27,7 @@ from worldsize.strategies.mesh.replica import PipelineReplica
 from worldsize.strategies.mesh.schedule import PipelineSchedule
 from worldsize.strategies.mesh.stage import Stage
 from worldsize.strategies.mesh.sums import DataParts
+from worldsize.strategies.shard_trial import refuse_wrong_updates
 from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state
 from worldsize.strategies.synchronous import SynchronousReplica
@@ -82,9 +84,11 @@ class Rank:
         """Make the optimizer of this rank's part; ``full_state`` is its unsharded state."""
         optimizer = optimizer_of(self.recipe, model)
         keep_held(optimizer)
+        if self.reduce != "ordered" and not self.sharding.interruptible:  # otherwise checked before the start
+            refuse_wrong_updates(self.recipe, model, optimizer, _prepare)
         step_locally(optimizer)
         step_apart(optimizer)
-        parts = ShardedOptimizerState(model, optimizer, own=optimizer, full=full_state)
+        parts = ShardedOptimizerState(model, optimizer, full_state)
         return TrainState(model, optimizer, self.recipe.schedule(optimizer), parts)
 
     def _piece(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
@@ -158,6 +162,11 @@ class Rank:
         return [
             Tied(owned.parameters(owned.tied()[ranks]), group) for ranks, group in groups.items() if group is not None
         ]
+
+
+def _prepare(optimizer: Optimizer) -> None:
+    keep_held(optimizer)
+    step_apart(optimizer)
 
 
 def _check_blocks(recipe: Recipe, model: nn.Module, numerics: Numerics) -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, final
 
@@ -29,7 +30,7 @@ from worldsize.strategies.parameter_server.shard_master import ShardMaster, igno
 from worldsize.strategies.parameter_server.shard_parameters import ShardParameters
 from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.parameter_server.standby import Succession
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import TrainState, optimizer_of
 from worldsize.transport.certificates import Credentials, create_authority, issue_certificate
 from worldsize.transport.connection_server import Service
 from worldsize.transport.dialer import Dialer
@@ -209,7 +210,8 @@ class ServerGroup:
         if state is not None:
             for each in tables:
                 each.load(state["tables"][each.table.name])
-        return Shard(ShardParameters(train_state, plan.shards[index], tables), rule, step=step), full
+        own = ShardParameters(train_state, plan.shards[index], tables, make=partial(optimizer_of, recipe))
+        return Shard(own, rule, step=step), full
 
     def _listener(self, credentials: Credentials | None, meeting: Rendezvous, name: str) -> socket.socket:
         if self.wire == "unix":

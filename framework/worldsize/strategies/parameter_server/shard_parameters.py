@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from worldsize.strategies.parameter_server.bucket_optimizer import BucketOptimizer, MakeOptimizer, options_of
 from worldsize.strategies.parameter_server.row_tables import Rows
-from worldsize.strategies.parameter_server.sharding import Bucket, Piece
+from worldsize.strategies.parameter_server.sharding import Bucket
 from worldsize.strategies.parameter_server.step_gradients import Gradient
 from worldsize.strategies.train_state import TrainState
 
@@ -22,37 +23,36 @@ class ShardParameters:
     Their gradients are numbered: buckets first, then tables.
 
     Args:
-        train_state: The full model; its optimizer and schedule are used for the pieces.
+        train_state: The full model, whose schedule is used. Its optimizer loses its parameters.
         buckets: The pieces of parameters that this server owns.
         tables: The rows that it owns.
+        make: Makes the recipe's optimizer for a model.
 
     Attributes:
         values: The values of each bucket, a tensor (n,), which the optimizer updates in place.
     """
 
-    def __init__(self, train_state: TrainState, buckets: Sequence[Bucket], tables: Sequence[Rows] = ()) -> None:
-        full = dict(train_state.model.named_parameters())
+    def __init__(
+        self,
+        train_state: TrainState,
+        buckets: Sequence[Bucket],
+        tables: Sequence[Rows] = (),
+        *,
+        make: MakeOptimizer,
+    ) -> None:
+        model = train_state.model
+        full = dict(model.named_parameters())
         self.buckets, self.tables = buckets, tables
         self.values = [_flat(bucket, full) for bucket in buckets]
-        self._optimizer, self._schedule = train_state.optimizer, train_state.schedule
-        pairs = zip(buckets, self.values, strict=True)
-        self._parameters = [[nn.Parameter(view) for view in bucket.views(values)] for bucket, values in pairs]
-        self._replace_parameters(full)
-        self._optimizer.step()  # does nothing without gradients, but schedules expect a step before their first one
-
-    def _replace_parameters(self, full: Mapping[str, Tensor]) -> None:
-        """Replace full parameters in the optimizer by their pieces."""
-        pieces: dict[Tensor, list[tuple[Piece, nn.Parameter]]] = {}
-        for bucket, parameters in zip(self.buckets, self._parameters, strict=True):
-            for piece, parameter in zip(bucket.pieces, parameters, strict=True):
-                pieces.setdefault(full[piece.name], []).append((piece, parameter))
-        before, self._optimizer.state = self._optimizer.state, type(self._optimizer.state)(dict)
-        for group in self._optimizer.param_groups:
-            owned = [(tensor, *each) for tensor in group["params"] for each in pieces.get(tensor, [])]
-            group["params"] = [parameter for _, _, parameter in owned]
-            for tensor, piece, parameter in owned:
-                if state := before.get(tensor):
-                    self._optimizer.state[parameter] = {key: _part(value, piece) for key, value in state.items()}
+        self._leading, self._schedule = train_state.optimizer, train_state.schedule
+        self._own = [
+            BucketOptimizer(make, model, self._leading, bucket, values)
+            for bucket, values in zip(buckets, self.values, strict=True)
+        ]
+        for group in self._leading.param_groups:
+            group["params"] = []
+        self._leading.state.clear()
+        self._leading._opt_called = True  # type: ignore[attr-defined]  # else schedules warn that it takes no steps
 
     @property
     def gradients(self) -> int:
@@ -61,29 +61,27 @@ class ShardParameters:
 
     @property
     def lr(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"])
+        return float(self._leading.param_groups[0]["lr"])
 
     def update(self, index: int, gradient: Gradient, share: float = 1.0) -> None:
         """Update one bucket or table by its gradient, with a fraction ``share`` of the learning rate."""
         if not isinstance(gradient, Tensor):
             self.tables[index - len(self.buckets)].push(*gradient, share)
             return
-        parameters = self._parameters[index]
-        for parameter, view in zip(parameters, self.buckets[index].views(gradient), strict=True):
-            parameter.grad = view
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * share
-        self._optimizer.step()
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for parameter in parameters:
-            parameter.grad = None
+        self._own[index].step(self.buckets[index].views(gradient), share)
 
     def advance_schedule(self) -> None:
-        """Set the learning rate of the next step."""
-        if self._schedule is not None:
-            self._schedule.step()
+        """Set the learning rate of the next step, and other options that the schedule changes."""
+        if self._schedule is None:
+            return
+        before = options_of(self._leading)
+        self._schedule.step()
+        changed = [
+            {name: value for name, value in options.items() if name not in old or value is not old[name]}
+            for options, old in zip(options_of(self._leading), before, strict=True)
+        ]
+        for own in self._own:
+            own.set_options(changed)
 
     def norms(self, gradients: Mapping[int, Gradient]) -> dict[str, list[float]]:
         """Return the L2 norm of each piece of these gradients, by parameter."""
@@ -102,8 +100,8 @@ class ShardParameters:
         """Return the complete state by position, for a standby; tensors are not copied."""
         return {
             "values": self.values,
-            "states": [[dict(self._optimizer.state.get(each, {})) for each in bucket] for bucket in self._parameters],
-            "groups": self._groups(),
+            "states": [own.states() for own in self._own],
+            "groups": [options_of(self._leading), *(own.groups() for own in self._own)],
             "schedule": self._schedule_state(),
             "tables": [rows.state() for rows in self.tables],
         }
@@ -112,11 +110,12 @@ class ShardParameters:
         """Load the :meth:`image` of the master's parameters."""
         for mine, theirs in zip(self.values, image["values"], strict=True):
             mine.copy_(theirs)
-        for parameters, states in zip(self._parameters, image["states"], strict=True):
-            for parameter, state in zip(parameters, states, strict=True):
-                self._optimizer.state[parameter] = dict(state)
-        for group, values in zip(self._optimizer.param_groups, image["groups"], strict=True):
+        leading, *groups = image["groups"]
+        for group, values in zip(self._leading.param_groups, leading, strict=True):
             group.update(values)
+        for own, states, options in zip(self._own, image["states"], groups, strict=True):
+            own.load_states(states)
+            own.set_options(options)
         if self._schedule is not None:
             self._schedule.load_state_dict(image["schedule"])
         for rows, state in zip(self.tables, image["tables"], strict=True):
@@ -125,9 +124,8 @@ class ShardParameters:
     def state(self) -> dict[str, Any]:
         """Return a copy by name: each parameter's pieces with their first row, value and optimizer state."""
         entries: dict[str, Any] = {}
-        for bucket, parameters in zip(self.buckets, self._parameters, strict=True):
-            for piece, parameter in zip(bucket.pieces, parameters, strict=True):
-                state = self._optimizer.state.get(parameter, {})
+        for bucket, own in zip(self.buckets, self._own, strict=True):
+            for piece, parameter, state in zip(bucket.pieces, own.parameters, own.states(), strict=True):
                 copy = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
                 entry = {"first": piece.first, "value": parameter.detach().clone(), "state": copy}
                 entries.setdefault(piece.name, []).append(entry)
@@ -139,7 +137,8 @@ class ShardParameters:
         }
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        """Return the options of the parameter groups, with the counters of the first bucket."""
+        return self._own[0].groups() if self._own else options_of(self._leading)
 
     def _schedule_state(self) -> dict[str, Any]:
         return self._schedule.state_dict() if self._schedule is not None else {}
@@ -147,10 +146,6 @@ class ShardParameters:
 
 def _flat(bucket: Bucket, full: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([piece.of(full[piece.name]).detach().flatten() for piece in bucket.pieces])
-
-
-def _part(value: Any, piece: Piece) -> Any:
-    return piece.of(value).clone() if isinstance(value, Tensor) else value
 
 
 def gather_states(states: Sequence[Mapping[str, Any]], train_state: TrainState) -> None:
@@ -162,7 +157,8 @@ def gather_states(states: Sequence[Mapping[str, Any]], train_state: TrainState) 
     for name, parameter in train_state.model.named_parameters():
         if name in pieces:
             _gather(parameter, sorted(pieces[name], key=lambda entry: int(entry["first"])), train_state.optimizer)
-    for group, values in zip(train_state.optimizer.param_groups, states[0]["groups"], strict=True):
+    counted = next((state for state in states if state["parameters"]), states[0])
+    for group, values in zip(train_state.optimizer.param_groups, counted["groups"], strict=True):
         group.update(values)
     if train_state.schedule is not None:
         train_state.schedule.load_state_dict(states[0]["schedule"])

@@ -9,15 +9,14 @@ from typing import final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from worldsize.core import MultiUpdateRecipe, Recipe
 from worldsize.strategies.multi_train_state import MultiTrainState
+from worldsize.strategies.optimizer_trial import updates_elements
 from worldsize.strategies.parameter_server.gradient_codecs import GradientCodec
 from worldsize.strategies.parameter_server.row_tables import RowRule
 from worldsize.strategies.parameter_server.served_checks import check_served
 from worldsize.strategies.parameter_server.sharding import ShardingPlan, ShardLayout, plan_shards
 from worldsize.strategies.train_state import TrainState
-
-# elementwise optimizers, with which a parameter can be split between servers
-_ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
 
 
 @final
@@ -39,13 +38,15 @@ class ShardPlanner:
     rows: RowRule
     codec: GradientCodec | None
 
-    def plan(self, train_state: TrainState) -> ShardingPlan:
+    def plan(self, recipe: Recipe, train_state: TrainState) -> ShardingPlan:
         """Plan for a recipe with one optimizer. Raises ConfigError if servers cannot run it."""
         check_served(train_state.model, train_state.optimizer)
         trained = {name: p for name, p in train_state.model.named_parameters() if p.requires_grad and p.numel()}
-        return ShardingPlan(self._shards(trained, train_state.optimizer), self.rows, self.codec)
+        return ShardingPlan(
+            self._shards(recipe, train_state.model, trained, train_state.optimizer), self.rows, self.codec
+        )
 
-    def update_plans(self, train_state: MultiTrainState) -> dict[str, ShardingPlan]:
+    def update_plans(self, recipe: MultiUpdateRecipe, train_state: MultiTrainState) -> dict[str, ShardingPlan]:
         """Plan for a recipe with several optimizers, by name. Raises ConfigError if servers cannot run one of them.
 
         Each plan begins with a different server, so that the largest pieces are not all on the same one.
@@ -53,13 +54,15 @@ class ShardPlanner:
         plans, owned = {}, parameters_by_optimizer(train_state)
         for place, (name, part) in enumerate(train_state.parts.items()):
             check_served(part.model, part.optimizer)
-            shards = self._shards(owned[name], part.optimizer)
+            shards = self._shards(recipe, part.model, owned[name], part.optimizer)
             turned = [shards[(server - place) % self.servers] for server in range(self.servers)]
             plans[name] = ShardingPlan(turned, self.rows, self.codec)
         return plans
 
-    def _shards(self, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> list[ShardLayout]:
-        cut = type(optimizer).__name__ in _ELEMENTWISE and not self.keeps_whole
+    def _shards(
+        self, recipe: Recipe, model: nn.Module, parameters: Mapping[str, Tensor], optimizer: Optimizer
+    ) -> list[ShardLayout]:
+        cut = self.servers > 1 and not self.keeps_whole and updates_elements(recipe, model, optimizer)
         return plan_shards(parameters, self.servers, bucket_bytes=self.bucket_bytes, cut=cut)
 
 

@@ -28,6 +28,7 @@ from worldsize.core import (
 )
 from worldsize.core.limits import MEBIBYTES, SECONDS
 from worldsize.strategies.declared_buffers import refuse_unserved_buffers
+from worldsize.strategies.optimizer_trial import refuse_joint_updates
 from worldsize.strategies.parameter_server.cost import served_cost
 from worldsize.strategies.parameter_server.gradient_codecs import Compression, codec_of
 from worldsize.strategies.parameter_server.leading_server import run_server
@@ -173,12 +174,12 @@ class ParameterServer(Strategy):
             return run_updates(recipe, context, self._group, planner)
         if context.world.role == "server":
             train_state = train_state_of(recipe)
-            plan, rule = planner.plan(train_state), _rule(context, self.bound, by_staleness=self.by_staleness)
+            plan, rule = planner.plan(recipe, train_state), _rule(context, self.bound, by_staleness=self.by_staleness)
             pending = self._group.server(recipe, train_state, context, plan=plan, rule=rule)
             _warn_of_momentum(pending.train_state, staleness=self.staleness)
             return run_server(pending, context, bound=self.bound, rows=_row_rule(self))
         model, tables = linked_model(recipe, _row_rule(self), cache_rows=self.cache_rows)
-        plan = planner.plan(TrainState.of(recipe, model))
+        plan = planner.plan(recipe, TrainState.of(recipe, model))
         dialer = self._group.dialer(f"worker-{context.world.rank}", context)
         options = WorkerOptions(self.bound == 0, staleness=self.staleness)
         Worker(recipe, context, dialer, plan, options, model=model, tables=tables).run(self.lease)
@@ -194,6 +195,7 @@ class ParameterServer(Strategy):
         check_served(model, optimizer)
         refuse_unserved_buffers(recipe, model)
         check_rows(model, optimizer)
+        refuse_joint_updates(recipe, model, optimizer, because="each server updates some of them")
         if isinstance(recipe, MultiUpdateRecipe):
             check_no_tables(recipe, model)
 

@@ -22,7 +22,7 @@ def run_updates(
     """
     model, serves = recipe.model(), context.world.role == "server"
     train_state = MultiTrainState.of(recipe, model if serves else model.to(context.world.device))
-    plans = planner.update_plans(train_state)
+    plans = planner.update_plans(recipe, train_state)
     if serves:
         pending = pending_update_server(group, recipe, train_state, context, plans=plans)
         return pending.run(context, count=group.servers)

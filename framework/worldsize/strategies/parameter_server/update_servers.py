@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
+from torch import nn
+from torch.optim import Optimizer
+
 from worldsize.core import MultiUpdateRecipe, RunContext
-from worldsize.strategies.multi_train_state import MultiTrainState
+from worldsize.strategies.multi_train_state import MultiTrainState, optimizers_of
 from worldsize.strategies.parameter_server.all_shards import AllShards
 from worldsize.strategies.parameter_server.model_state import full_state, load_full_state
 from worldsize.strategies.parameter_server.peers import Peers
@@ -119,7 +123,12 @@ def pending_update_server(
     )
     servers = {}
     for place, (name, plan) in enumerate(plans.items()):
-        shard = Shard(ShardParameters(train_state.parts[name], plan.shards[index]), rule)
+        make = partial(_optimizer_of, recipe, name)
+        shard = Shard(ShardParameters(train_state.parts[name], plan.shards[index], make=make), rule)
         receiver, number = PushReceiver(shard, plan.codec), place * group.servers + index
         servers[name] = group.pending(receiver, full.parts[name], context, dialer, number=number)
     return PendingUpdateServer(type(recipe).__name__, servers, full, step, dialer, group.lease)
+
+
+def _optimizer_of(recipe: MultiUpdateRecipe, name: str, model: nn.Module) -> Optimizer:
+    return optimizers_of(recipe, model)[name]

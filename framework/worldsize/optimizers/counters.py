@@ -1,0 +1,99 @@
+"""Keeps the counters of an optimizer that are not in its state, during steps that are not training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+_OWN = ("state", "param_groups", "defaults")  # attributes of every optimizer
+
+
+@contextmanager
+def counters_kept(optimizer: Optimizer) -> Iterator[None]:
+    """Restore all options and counters after the context, with a learning rate and weight decay of 0 within it.
+
+    The weight decay would change the moments as a part of the gradient. Optimizers count steps in the options of a
+    group or in attributes, and those that wrap others let these count too.
+    """
+    all_ = wrapped(optimizer)
+    undo = [step for each in all_ for step in _kept(each)]
+    fresh = [each for each in all_ if each is not optimizer and not each.state]
+    for each in all_:
+        for group in each.param_groups:
+            group.update({name: _zero(group[name]) for name in ("lr", "weight_decay") if name in group})
+    try:
+        yield
+    finally:
+        for step in undo:
+            step()
+        for each in fresh:
+            if each.state is not optimizer.state:
+                each.state.clear()
+
+
+def wrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """Return ``optimizer``, and those that it holds in attributes, or in lists and dictionaries there."""
+    reached, new = list[Optimizer](), [optimizer]
+    while new:
+        reached += new
+        held = [value for each in new for value in _attributes(each).values()]
+        listed = [
+            inner
+            for value in held
+            for inner in (value.values() if isinstance(value, Mapping) else value if _is_list(value) else [value])
+        ]
+        unseen = {id(each): each for each in listed if isinstance(each, Optimizer)}
+        new = [each for each in unseen.values() if not any(each is other for other in reached)]
+    return reached
+
+
+def _kept(optimizer: Optimizer) -> list[Callable[[], None]]:
+    """Return functions that restore the options and counters of ``optimizer`` itself."""
+    undo = [_restorer(group, {**group}, skip="params") for group in optimizer.param_groups]
+    counters = {name: value for name, value in _attributes(optimizer).items() if _is_counter(value)}
+    return [*undo, _restorer(vars(optimizer), counters)]
+
+
+def _restorer(target: dict[str, Any], values: Mapping[str, Any], skip: str = "") -> Callable[[], None]:
+    """Return a function that restores the entries ``values`` of ``target``, but not the entry ``skip``."""
+    numbers = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
+    copies = {name: value.copy() for name, value in values.items() if isinstance(value, dict | list | set)}
+    is_group = bool(skip)
+
+    def restore() -> None:
+        for name in target.keys() - values.keys() if is_group else ():
+            del target[name]
+        for name, value in values.items():
+            if name == skip:
+                continue
+            if name in numbers:
+                value.copy_(numbers[name])  # which others may hold, too
+            target[name] = copies.get(name, value)
+
+    return restore
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in vars(optimizer).items() if name not in _OWN and not name.startswith("_opt")}
+
+
+def _is_counter(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    if isinstance(value, dict):
+        return all(isinstance(each, _PLAIN) for each in value.values())
+    return all(isinstance(each, _PLAIN) for each in value) if isinstance(value, list) else isinstance(value, _PLAIN)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _zero(option: float | Tensor) -> float | Tensor:
+    return torch.zeros_like(option) if isinstance(option, Tensor) else 0.0

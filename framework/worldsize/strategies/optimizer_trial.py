@@ -1,0 +1,275 @@
+"""Tries a recipe's optimizer on small tensors: may a rank update a part of a parameter, or some of all parameters?
+
+Where every number is updated by itself, any rank can update any part, with the same bits. A norm over a parameter needs
+all of it, and a norm over all parameters needs all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from worldsize.core import ConfigError, MultiUpdateRecipe, Recipe, Reduction
+from worldsize.reproducibility.seeds import generators_kept
+from worldsize.strategies.multi_train_state import optimizers_of
+from worldsize.strategies.step_hooks import enclose_steps, without_recipe_hooks
+from worldsize.strategies.substitution import substituted
+from worldsize.strategies.train_state import optimizer_of
+
+# torch's own that update each number by itself; none that is derived from them
+ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
+
+_STEPS = 6  # some algorithms begin with other steps
+_LENGTHS = (11, 7, 3, 3)  # odd, so that vectorized loops have a remainder
+_LENGTH = 37  # of a parameter with one dimension
+_OF_A_KIND = 2  # parameters of a group and a number of dimensions that are tried
+_LR = 1e-2  # the least, so that updates can be seen
+
+
+def updates_elements(recipe: Recipe, model: nn.Module, optimizer: Optimizer, *, dims: Sequence[int] = (0,)) -> bool:
+    """Return whether parts of each parameter can be updated by themselves, if it is cut along one of ``dims``.
+
+    Args:
+        recipe: Makes the optimizers.
+        model: Its model, whose tensors may be on the meta device.
+        optimizer: One of them, made before; torch's own ones are not tried.
+        dims: Dimensions along which ranks have parts.
+    """
+    if type(optimizer) in ELEMENTWISE:
+        return True
+    trial = Trial(recipe, model)
+    return trial.failure is None and all(trial.updates_parts(dim) for dim in dims)
+
+
+def refuse_divided_updates(
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    reduce: Reduction,
+    heals: bool,
+    dims: Sequence[int] = (0,),
+) -> None:
+    """Refuse an optimizer whose updates depend on where ranks cut parameters, if the cuts can move.
+
+    With ``reduce="ordered"`` bits must not depend on them, and a gang that ``heals`` moves them during training.
+
+    Raises:
+        ConfigError: parts of a parameter are updated differently than the whole.
+    """
+    if (reduce != "ordered" and not heals) or updates_elements(recipe, model, optimizer, dims=dims):
+        return
+    failure = Trial(recipe, model).failure
+    finding = (
+        f"could not be tried on small tensors ({failure})"
+        if failure
+        else "updates a parameter differently than its parts, as optimizers do that take norms"
+    )
+    raise ConfigError(
+        f"{type(optimizer).__name__} {finding}, and this strategy divides parameters at places that depend on the "
+        "number of processes. Use strategy=ddp or zero, or an optimizer that updates each number by itself, such as "
+        "optimizer=adamw"
+        f"{', or reproducibility=seeded' if reduce == 'ordered' and not heals else ''}."
+    )
+
+
+def refuse_joint_updates(recipe: Recipe, model: nn.Module, optimizer: Optimizer, *, because: str) -> None:
+    """Refuse an optimizer whose update of a parameter depends on other parameters.
+
+    Raises:
+        ConfigError: it does, for example since it takes a norm of all; the message has the reason ``because``.
+    """
+    if type(optimizer) in ELEMENTWISE:
+        return
+    trial = Trial(recipe, model)
+    if trial.failure is None and (reason := trial.joint):
+        raise ConfigError(
+            f"{type(optimizer).__name__} {reason}, and {because}. Use strategy=ddp, or an optimizer that updates each "
+            "parameter by itself, such as optimizer=adamw."
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Trial:
+    """Steps of the recipe's optimizers on small tensors in place of the parameters of ``model``.
+
+    The model keeps its modules, names, numbers of dimensions and dimensions of length 1, so that the recipe makes the
+    same groups and options.
+    """
+
+    recipe: Recipe
+    model: nn.Module
+
+    @cached_property
+    def failure(self) -> str | None:
+        """The error that the trial ended in; None: it did not."""
+        try:
+            _ = self.result
+        except Exception as error:  # of any kind: optimizers are user code
+            return described(error)
+        return None
+
+    def updates_parts(self, dim: int) -> bool:
+        """Return whether two parts of each parameter, cut along ``dim``, are updated as the whole is, bit for bit."""
+        try:
+            return all(
+                _same(each, _part(self.result[name], dim, is_second=is_second))
+                for is_second in (False, True)
+                for name, each in self.updated(lambda _, tensor: _part(tensor, dim, is_second=is_second)).items()  # noqa: B023
+            )
+        except Exception:  # of any kind: optimizers are user code
+            return False
+
+    @cached_property
+    def joint(self) -> str | None:
+        """A clause for messages if updates of some parameters depend on others; None: they do not."""
+        for own in (self._names[::2], self._names[1::2]):
+            try:
+                updated = self.updated(own=own)
+            except Exception as error:  # of any kind: optimizers are user code
+                return f"cannot update a part of the parameters ({described(error)})"
+            if any(not _same(each, self.result[name]) for name, each in updated.items()):
+                return "updates parameters together, as optimizers do that take a norm of all"
+        return None
+
+    @cached_property
+    def values(self) -> Mapping[str, Tensor]:
+        """The parameters that are tried, of any shapes, by name, before the first step."""
+        return self._drawn(torch.Generator().manual_seed(11))
+
+    @cached_property
+    def result(self) -> Mapping[str, Tensor]:
+        """The same, of any shapes, after all steps, if they are updated whole and together."""
+        return self.updated()
+
+    def updated(
+        self,
+        part: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
+        *,
+        own: Sequence[str] | None = None,
+        prepare: Callable[[Optimizer], None] = lambda _: None,
+    ) -> Mapping[str, Tensor]:
+        """Take all steps, and return the parameters after them, of any shapes.
+
+        Args:
+            part: Returns the part of a named parameter, or of its gradient, that is updated.
+            own: Names of the parameters that are updated, as a rank does that owns these; None: all that are tried.
+            prepare: Prepares an optimizer for these parts.
+        """
+        small = {name: nn.Parameter(part(name, tensor).clone()) for name, tensor in self.values.items()}
+        parameters = dict(self.model.named_parameters())
+        all_ = {name: _without_memory(each) for name, each in parameters.items() if name not in small} | small
+        replacements = {id(each): all_[name] for name, each in parameters.items()}
+        updated = [small[name] for name in self._names if own is None or name in own]
+        generator = torch.Generator().manual_seed(12)
+        gradients = [self._drawn(generator) for _ in range(_STEPS)]
+        with generators_kept(), torch.device("cpu"), substituted(self.model, replacements):
+            torch.manual_seed(13)
+            optimizers = self._made()
+        for optimizer in optimizers:
+            prepare(optimizer)
+            _keep(optimizer, small.values())
+            _raise_lr(optimizer)
+            calls = _restrict(optimizer, updated) if own is not None else None
+            with generators_kept(), torch.device("cpu"), without_recipe_hooks(optimizer):
+                torch.manual_seed(14)
+                for step in gradients:
+                    for name in self._names if own is None else own:
+                        small[name].grad = part(name, step[name]).clone()
+                    optimizer.step()
+            if calls is not None and len(calls) != _STEPS:
+                raise RuntimeError("its step() does not run the hooks of torch.optim.Optimizer")
+        return {name: each.detach() for name, each in small.items() if own is None or name in own}
+
+    @cached_property
+    def _names(self) -> Sequence[str]:
+        """The parameters that are tried: some of each group and shape."""
+        parameters = dict(self.model.named_parameters())
+        held = [each for each in parameters.values() if not each.is_meta] or parameters.values()
+        names = {id(each): name for name, each in parameters.items() if each.requires_grad and each.numel()}
+        kinds: dict[Any, list[str]] = {}
+        for number, optimizer in enumerate(self._made()):
+            for index, group in enumerate(optimizer.param_groups):
+                for each in group["params"]:
+                    if id(each) in names and any(each is other for other in held):
+                        kinds.setdefault((number, index, _small_shape(each)), []).append(names[id(each)])
+        return [name for names_ in kinds.values() for name in names_[:_OF_A_KIND]]
+
+    def _drawn(self, generator: torch.Generator) -> Mapping[str, Tensor]:
+        """Draw a small tensor for each parameter that is tried."""
+        parameters = dict(self.model.named_parameters())
+        with torch.device("cpu"):
+            return {
+                name: torch.randn(_small_shape(parameters[name]), generator=generator).to(parameters[name].dtype)
+                for name in self._names
+            }
+
+    def _made(self) -> Sequence[Optimizer]:
+        if isinstance(self.recipe, MultiUpdateRecipe):
+            return list(optimizers_of(self.recipe, self.model).values())
+        return [optimizer_of(self.recipe, self.model)]
+
+
+def described(error: Exception) -> str:
+    """Return the first sentence of an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].partition(". ")[0]
+
+
+def _small_shape(parameter: Tensor) -> tuple[int, ...]:
+    lengths = (_LENGTH,) if parameter.ndim == 1 else (*_LENGTHS, *(2 for _ in parameter.shape))
+    return tuple(own if own < 2 else small for own, small in zip(parameter.shape, lengths, strict=False))
+
+
+def _without_memory(parameter: Tensor) -> nn.Parameter:
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def _part(tensor: Tensor, dim: int, *, is_second: bool) -> Tensor:
+    """Return one of two parts of a tensor of any shape, cut at an odd place along ``dim``, if it has one there."""
+    if tensor.ndim <= dim or tensor.shape[dim] < 2:
+        return tensor
+    end = (tensor.shape[dim] // 2) | 1
+    return tensor.narrow(dim, end, tensor.shape[dim] - end) if is_second else tensor.narrow(dim, 0, end)
+
+
+def _keep(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Remove all parameters but these from the groups."""
+    ids = {id(each) for each in parameters}
+    for group in optimizer.param_groups:
+        group["params"] = [each for each in group["params"] if id(each) in ids]
+
+
+def _restrict(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[None]:
+    """Let the groups have only ``parameters`` in each step; return a list that has an entry for each of them."""
+    calls, complete = list[None](), [group["params"] for group in optimizer.param_groups]
+    ids = {id(each) for each in parameters}
+
+    def enter() -> None:
+        for group in optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if id(each) in ids]
+
+    def leave() -> None:
+        calls.append(None)
+        for group, own in zip(optimizer.param_groups, complete, strict=True):
+            group["params"] = own
+
+    enclose_steps(optimizer, enter, leave)
+    return calls
+
+
+def _raise_lr(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group.get("lr"), float | int):
+            group["lr"] = max(group["lr"], _LR)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
