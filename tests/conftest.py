@@ -120,6 +120,7 @@ HEAVY = (
     "faults/test_healing_of_fsdp.py",
     "faults/test_healing_of_mesh.py",
     "faults/test_healing_of_shards.py",
+    "faults/test_kills_within_steps.py",
     "faults/test_recovery.py",
     "faults/test_stream_recovery.py",
     "launch/test_own_launcher.py",

@@ -32,6 +32,7 @@ class Generation:
         elements: Number of elements of all tensors of the state.
         dtypes: Those of all tensors of the state, by name.
         parts: Tensors in host memory, each of the shape of its part.
+        shared: Plain values that every process keeps.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Generation:
     elements: int
     dtypes: Mapping[str, torch.dtype]
     parts: Mapping[Piece, Tensor]
+    shared: Any = None
 
 
 @final
@@ -87,7 +89,7 @@ class ShardCopies:
         newest = self._flight or self._complete
         return newest[0] if newest else None
 
-    def take(self, state: StateDict, *, step: int, skipped: int) -> None:
+    def take(self, state: StateDict, *, step: int, skipped: int, shared: Any = None) -> None:
         """Copy this rank's part of the state after ``step``, and start to send what no other rank holds.
 
         Before, it waits until the generation before is complete everywhere.
@@ -101,7 +103,7 @@ class ShardCopies:
         buffers.fill(tensors)
         elements = sum(tensor.numel() for tensor in tensors.values())
         dtypes = self._layout.dtypes
-        generation = Generation(self._number, step, skipped, values, elements, dtypes, buffers.own)
+        generation = Generation(self._number, step, skipped, values, elements, dtypes, buffers.own, shared)
         self._flight = (generation, buffers, buffers.sent(self._group) if self._group else None)
         self.is_unused = False
         self._at("copies:sent")

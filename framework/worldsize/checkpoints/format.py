@@ -27,7 +27,9 @@ from worldsize.strict_json import parse
 
 SCHEMA_VERSION = 2
 STREAMS = "streams"  # positions of the readers of the training stream, a tensor each (data/streams.py)
-PARTS = ("model", "optimizer", "schedule", "scaler", "ema", STREAMS)  # of the state, can be ignored when loading
+RECIPE_STATES = "recipe_states"  # what a recipe keeps for each logical rank, a tensor each (worker/step_memory.py)
+ALONE = (STREAMS, RECIPE_STATES)  # parts whose tensors are each written by one rank, which alone knows of it
+PARTS = ("model", "optimizer", "schedule", "scaler", "ema", *ALONE)  # of the state, can be ignored when loading
 HYPERPARAMETERS = "hyperparameters"  # learning rates, weight decay and the like, of optimizer and schedule
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 _FOLDER = re.compile(r"step_(\d{7,})")

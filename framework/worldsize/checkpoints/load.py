@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
-from worldsize.checkpoints.format import HYPERPARAMETERS, STREAMS, Checkpoint, complete, read, verify
+from worldsize.checkpoints.format import ALONE, HYPERPARAMETERS, Checkpoint, complete, read, verify
 from worldsize.checkpoints.shards import DTYPES
 from worldsize.checkpoints.storage import Reader
 from worldsize.checkpoints.tree import join, ordered_like, split
@@ -86,7 +86,7 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
     Raises:
         CheckpointError: names, shapes or dtypes differ; then nothing has been written.
     """
-    ignore = [*ignore, STREAMS, *_unfit(checkpoint, template)]  # who reads a stream asks for its own readers' states
+    ignore = [*ignore, *ALONE, *_unfit(checkpoint, template)]  # whoever needs a state of these asks for it
     tensors, _ = split({part: child for part, child in template.items() if part not in ignore})
     saved = {name: facts for name, facts in checkpoint.tensors.items() if name.split("/")[0] not in ignore}
     tensors = {name: _sized(tensor, saved.get(name)) for name, tensor in tensors.items()}

@@ -54,6 +54,7 @@ class Recovered:
 
     step: int
     skipped: int
+    shared: Any
     state: StateDict
     kept: Generation | None
     """What this rank itself keeps of it."""
@@ -124,16 +125,16 @@ class Recovery:
             return None
         key, keepers = _newest_complete(self._offers)
         kept = next((each for each in self._own if (each.step, each.number) == key), None)
-        facts = (kept.values, kept.skipped) if kept else None
+        facts = (kept.values, kept.skipped, kept.shared) if kept else None
         if not all(any((each.step, each.number) == key for each in theirs) for theirs in self._offers):
             facts = _from_first(facts, keepers, self._group)
         assert facts is not None
-        values, skipped = facts
+        values, skipped, shared = facts
         targets = {piece: local(self._tensors[name]).detach() for name, piece in self._pieces.items()}
         exchange = _Exchange(self._group, targets, kept.parts if kept else {})
         rank = self._group.rank() if self._group else 0
         exchange.run(transfers_of(rank, keepers, self.layout.placements, [*self.layout.dtypes]))
-        return Recovered(key[0], skipped, ordered_like(join(values, self._tensors), self._template), kept)
+        return Recovered(key[0], skipped, shared, ordered_like(join(values, self._tensors), self._template), kept)
 
 
 def handed_over(own: Sequence[Generation], group: ProcessGroup, ranks: int) -> list[Generation]:
@@ -157,8 +158,8 @@ def handed_over(own: Sequence[Generation], group: ProcessGroup, ranks: int) -> l
         return [*own]
     (step, number), keepers = _newest_complete(gathered)
     kept = next((each for each in own if (each.step, each.number) == (step, number)), None)
-    facts = (kept.values, kept.skipped, kept.elements, kept.dtypes) if kept else None
-    values, skipped, elements, dtypes = _from_first(facts, keepers, group)
+    facts = (kept.values, kept.skipped, kept.elements, kept.dtypes, kept.shared) if kept else None
+    values, skipped, elements, dtypes, shared = _from_first(facts, keepers, group)
     given = handed_to(ranks, group.rank(), keepers, sorted(dtypes))
     mine = [each.kept for each in given if each.target == group.rank()]
     received = {piece: torch.empty(piece.sizes, dtype=dtypes[piece.name]) for piece in mine}
@@ -166,7 +167,7 @@ def handed_over(own: Sequence[Generation], group: ProcessGroup, ranks: int) -> l
     _Exchange(group, received, before).run(given)
     dist.barrier(group=group)  # those that wait from now on leave the group
     others = [each for each in own if each is not kept]
-    return [Generation(number, step, skipped, values, elements, dtypes, {**before, **received}), *others]
+    return [Generation(number, step, skipped, values, elements, dtypes, {**before, **received}, shared), *others]
 
 
 def _offers_of(own: Sequence[Generation]) -> list[_Offer]:

@@ -81,8 +81,8 @@ class Saver:
             state: The state; its tensors, of any shapes, are copied before the call returns.
             step: The step after which it is saved.
             facts: Plain values of the caller to store with it.
-            streams: Tensors on the CPU, of the part "streams", that only this rank has. They are not copied, and other
-                ranks do not know their shapes.
+            streams: Tensors on the CPU that only this rank has, of the parts in ``format.ALONE``. They are not copied,
+                and other ranks do not know their shapes.
 
         Raises:
             SaveFailedError: storage refused the previous save on some rank; the next call begins this one.

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from worldsize.checkpoints.format import SCHEMA_VERSION, STREAMS, Checkpoint, seal
+from worldsize.checkpoints.format import ALONE, SCHEMA_VERSION, Checkpoint, seal
 from worldsize.checkpoints.holders import DIFFERENT
 from worldsize.checkpoints.safetensors import header
 from worldsize.checkpoints.shards import DTYPES, Contents, box_of
@@ -144,7 +144,7 @@ class Writer(StorageWriter):
         places = {result.index: result.storage_data for rank in results for result in rank}
         files = {place.file: {"size": place.size, "sha256": place.sha256} for place in places.values()}
         tensors = {name: _described(name, facts, places) for name, facts in metadata.state_dict_metadata.items()}
-        values = {**self._head["values"], **_streams(tensors)}
+        values = {**self._head["values"], **_alone(tensors)}
         seal(self._folder, {**self._head, "values": values, "files": files, "tensors": tensors}, self._at)
 
 
@@ -172,11 +172,14 @@ def _described(name: str, facts: Any, places: Mapping[MetadataIndex, Place]) -> 
     return {"dtype": dtype, "shape": list(facts.size), "chunks": chunks}
 
 
-def _streams(names: Iterable[str]) -> dict[str, Any]:
-    """Return the part of the values with the tensors of which each was described by the rank that wrote it alone."""
-    prefix = f"{STREAMS}/"
-    own = {name.removeprefix(prefix): {"$tensor": name} for name in sorted(names) if name.startswith(prefix)}
-    return {STREAMS: own} if own else {}
+def _alone(names: Iterable[str]) -> dict[str, Any]:
+    """Return the parts of the values with the tensors of which each was described by the rank that wrote it alone."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name in sorted(names):
+        part, _, own = name.partition("/")
+        if part in ALONE:
+            parts.setdefault(part, {})[own] = {"$tensor": name}
+    return parts
 
 
 def _located(chunk: ChunkStorageMetadata, place: Place) -> dict[str, Any]:

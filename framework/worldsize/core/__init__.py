@@ -66,6 +66,7 @@ from worldsize.core.recipe import (
     RowValues,
     StateDict,
     TensorStyle,
+    saves_state,
 )
 from worldsize.core.state_metric import StateMetric, StateReduction
 from worldsize.core.strategy import (
@@ -164,6 +165,7 @@ __all__ = [
     "is_split",
     "logged_name",
     "metric_key",
+    "saves_state",
     "split_of",
     "spoken_name",
 ]

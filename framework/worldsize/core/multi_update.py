@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeAlias, final
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, final
 
 from worldsize.core.recipe import Batch, Loss, MicroBatch, Recipe
 from worldsize.errors import ConfigError
@@ -27,10 +27,6 @@ class MultiUpdateRecipe(Recipe):
 
     A :class:`Strategy` declares with ``trains_multi_update`` whether it can train one.
     """
-
-    remembers: ClassVar[bool] = False
-    """Whether a process must take every step, because :meth:`updates` keeps state that is not in checkpoints, or
-    changes learning rates itself. A strategy whose processes come and go refuses such a recipe."""
 
     @abstractmethod
     def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from worldsize.core.buffer_rules import BufferRule
 from worldsize.core.state_metric import StateMetric
@@ -47,6 +47,24 @@ Loss: TypeAlias = "Tensor | tuple[Tensor, Tensor] | LossOutput"  # a mean, or a 
 
 class Recipe(ABC):
     """The task to learn. It knows nothing about processes, devices or how replicas agree."""
+
+    remembers: ClassVar[bool] = False
+    """Whether a step depends on what this object kept in earlier steps, such as environments or running means, or on
+    learning rates that it has changed itself. Define :meth:`state` and :meth:`load_state`, too: otherwise a run that is
+    restarted or resumed trains other weights, which is refused where the same bits are promised."""
+
+    def state(self, logical_rank: int) -> Any:
+        """Return what this object keeps from step to step for a logical rank, counted from 0.
+
+        It is saved with each checkpoint, whichever process computes the logical rank then. It consists of None, bool,
+        int, float, str, bytes, tensors, NumPy arrays and scalars, and of dicts, lists, tuples and sets of these. Where
+        gangs heal it is called in each step, before the update.
+        """
+        raise NotImplementedError
+
+    def load_state(self, logical_rank: int, state: Any) -> None:
+        """Replace what this object keeps for a logical rank by what :meth:`state` returned, perhaps elsewhere."""
+        raise NotImplementedError
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -207,6 +225,11 @@ class Recipe(ABC):
         ``worldsize.data.source.Source.fingerprint`` returns them.
         """
         return {}
+
+
+def saves_state(recipe: Recipe) -> bool:
+    """Return whether a recipe defines :meth:`Recipe.state`."""
+    return type(recipe).state is not Recipe.state
 
 
 @dataclass(frozen=True)

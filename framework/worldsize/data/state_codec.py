@@ -1,4 +1,4 @@
-"""Writes the states of foreign iterables as bytes.
+"""Writes the states of foreign iterables and of recipes as bytes.
 
 The bytes are JSON, in which values of types that JSON lacks carry a tag. Nothing is pickled.
 """
@@ -20,6 +20,7 @@ from worldsize.checkpoints.shards import DTYPES
 from worldsize.errors import CheckpointError, ConfigError
 from worldsize.strict_json import parse
 
+_STREAM = "the training stream"
 _DEEPEST = 100  # levels of a state
 _LARGEST = 1 << 30  # bytes of a state
 _KINDS = "biufcSUmM"  # of NumPy's dtypes: all that are no references to Python's objects
@@ -30,16 +31,19 @@ _HELD = (
 )
 
 
-def encode(state: Any) -> bytes:
-    """Write ``state`` as bytes, which :func:`decode` reads.
+def encode(state: Any, what: str = _STREAM) -> bytes:
+    """Write ``state`` as bytes, which :func:`decode` reads; ``what`` names its owner in messages.
 
     Raises:
         ConfigError: it has something that cannot be written; the message names its place and type.
     """
-    return json.dumps(_encoded(state, "state", 0), allow_nan=False, separators=(",", ":")).encode()
+    try:
+        return json.dumps(_encoded(state, "state", 0), allow_nan=False, separators=(",", ":")).encode()
+    except _RefusedError as refused:
+        raise ConfigError(f"{what}'s state {refused} {_HELD}") from None
 
 
-def decode(data: bytes) -> Any:
+def decode(data: bytes, what: str = _STREAM) -> Any:
     """Read what :func:`encode` has written.
 
     Raises:
@@ -49,13 +53,17 @@ def decode(data: bytes) -> Any:
         return _decoded(parse(data, at_most=_LARGEST, deepest=4 * _DEEPEST, finite=False))
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, binascii.Error) as error:
         kind = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"the state of the training stream is damaged ({kind}).") from None
+        raise CheckpointError(f"the state of {what} is damaged ({kind}).") from None
+
+
+class _RefusedError(Exception):
+    """A state has something that cannot be written."""
 
 
 def _encoded(node: Any, path: str, depth: int) -> Any:
     """Return ``node`` in JSON's own types; subclasses are refused, as they would come back as something else."""
     if depth > _DEEPEST:
-        raise ConfigError(f"the training stream's state is nested more than {_DEEPEST} deep at {path[:200]}. {_HELD}")
+        raise _RefusedError(f"is nested more than {_DEEPEST} deep at {path[:200]}.")
     kind = type(node)
     if node is None or kind in (bool, int, str):
         return node
@@ -78,9 +86,7 @@ def _encoded(node: Any, path: str, depth: int) -> Any:
         return {"$array": [node.dtype.str, list(node.shape), _text(node.tobytes())]}
     if isinstance(node, numpy.generic) and node.dtype.kind in _KINDS:
         return {"$scalar": [node.dtype.str, _text(node.tobytes())]}
-    raise ConfigError(
-        f"the training stream's state cannot be saved: {path} is a {kind.__module__}.{kind.__qualname__}. {_HELD}"
-    )
+    raise _RefusedError(f"cannot be saved: {path} is a {kind.__module__}.{kind.__qualname__}.")
 
 
 def _mapping(node: Mapping[Any, Any], path: str, depth: int) -> Any:

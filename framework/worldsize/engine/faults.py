@@ -7,6 +7,10 @@ checkpoint:after-manifest, checkpoint:after-complete, checkpoint:after-rename, r
 retention:in-delete, retention:end, evaluate:begin, push:begin, push:next-server, update:continue, process:begin,
 load:begin, step:data, step:compute, copies:sent; log:begin and log:end where gangs heal, before the update.
 
+Within a step: step:forward and step:backward before the passes of a micro-batch, and step:reduce after them;
+step:reduced when gradients and buffers are those of all ranks; step:update before the optimizer's step, step:updated
+after it. A fault there happens at the first micro-batch of its step.
+
 Action "disk_full", at a point of a save, is the error of a disk that takes no more.
 
     train.py checkpoint.every=10 'faults=[{action: disk_full, rank: 0, point: "checkpoint:in-shard", step: 20}]'

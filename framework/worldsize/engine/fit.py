@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -79,6 +79,7 @@ class TrainingProgress:
     stopped_early: str | None = None  # why the run is complete before its last step
     # this process's sums of training metrics since the last logged step, by name: float64 (logical ranks, 2)
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    shared: Any = None  # where gangs heal: the result of LoopCallbacks.share in the last completed step
 
 
 @final
@@ -96,6 +97,9 @@ class LoopCallbacks:
     progressed: Callable[[TrainingProgress], None] = lambda progress: None  # when a step, evaluation or save is done
     logged: Callable[[TrainingProgress], None] = lambda progress: None  # when a step is done and, if it is due, logged
     examine: Callable[[StepDone], None] = lambda done: None  # between steps; its duration is not part of theirs
+    # where gangs heal: in each step before its update, gathers what every process keeps in case that others die, given
+    # this process's sums of training metrics; it returns plain values
+    share: Callable[[Mapping[str, Tensor]], Any] | None = None
     before_update: BeforeUpdate = field(default_factory=BeforeUpdate)  # calls the loop inside a step of the replica
 
 
@@ -149,13 +153,14 @@ class _Loop:
         self._window, self._agreement = window, agreement
         self._begun = 0  # the step that was begun last
         self._added = 0  # the step whose losses were added to the window last
+        self._shared: Any = None  # what all processes keep of the step that is computed
         self._skipped = 0  # steps whose update was skipped, since the run began
         self._result: StepResult | None = None  # of the last step
         self._closed: LoggedStep | None = None  # the step that is computed, if it is logged and was before its update
         self._logged: Callable[[], StepDone] | None = None  # makes the event of the last logged step, until it is told
 
     def run(self, source: Iterator[Sequence[MicroBatch]], first: TrainingProgress) -> TrainingProgress:
-        config, self._skipped = self._config, first.skipped
+        config, self._skipped, self._shared = self._config, first.skipped, first.shared
         if not first.saved and config.saves(first.step):
             self._save(first.step, evaluated=first.evaluated)
         if not first.evaluated and config.evaluates(first.step):
@@ -206,7 +211,7 @@ class _Loop:
         self._result = result = self._replica.step(micro_batches)
         self._skipped += result.skipped
         evaluated, saved = not self._config.evaluates(step), not self._config.saves(step)
-        progress = TrainingProgress(step, self._skipped, evaluated, saved)
+        progress = TrainingProgress(step, self._skipped, evaluated, saved, shared=self._shared)
         self._callbacks.progressed(progress)
         window.stepped()
         self._emit_logged()  # the values of the previous step were gathered during this one
@@ -229,6 +234,8 @@ class _Loop:
         self._window.add(losses, metrics, occasional=occasional)
         if self._config.logs(self._begun):
             self._closed = self._close(self._begun)
+        if self._callbacks.share is not None:
+            self._shared = self._callbacks.share(self._window.agreed_sums())
 
     def _close(self, step: int) -> LoggedStep:
         self._callbacks.at("log:begin")
@@ -260,15 +267,13 @@ class _Loop:
         with self._window.paused():
             self._callbacks.emit(Evaluated(step, self._callbacks.evaluate(step)))
         saved = not self._config.saves(step) or self._config.saves_first(step)
-        self._callbacks.progressed(TrainingProgress(step, self._skipped, saved=saved))
+        self._callbacks.progressed(TrainingProgress(step, self._skipped, saved=saved, shared=self._shared))
 
     def _save(self, step: int, *, evaluated: bool) -> None:
         self._emit_logged()  # the checkpoint includes everything logged so far
         with self._window.paused():
-            window = self._window
-            window.metrics.agree(window.world)  # before their sums are gathered
-            self._callbacks.save(TrainingProgress(step, self._skipped, evaluated, metrics=window.metrics.sums))
-        self._callbacks.progressed(TrainingProgress(step, self._skipped, evaluated))
+            self._callbacks.save(TrainingProgress(step, self._skipped, evaluated, metrics=self._window.agreed_sums()))
+        self._callbacks.progressed(TrainingProgress(step, self._skipped, evaluated, shared=self._shared))
 
 
 def _explain(done: StepDone) -> str:

@@ -54,6 +54,11 @@ class Window:
         self._losses.append(losses)
         self.metrics.add(metrics, occasional=occasional)
 
+    def agreed_sums(self) -> Mapping[str, Tensor]:
+        """Return this rank's sums of training metrics, float64 (micro-batches, 2); all ranks agree on names."""
+        self.metrics.agree(self.world)
+        return self.metrics.sums
+
     def stepped(self) -> None:
         """Record that the step has ended."""
         if self.timer:

@@ -99,6 +99,9 @@ class AllReduceReducer(GradientReducer):
             buffers.add(len(batches) - 1)
         return losses
 
+    def undo(self) -> None:
+        self._buffers.undo()
+
     def _settle(self, backward: Callable[[float], LossRecord]) -> None:
         """Let DDP rebuild its buckets, as it does after its first pass.
 

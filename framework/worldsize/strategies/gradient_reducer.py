@@ -35,6 +35,13 @@ class GradientReducer(ABC):
             The results of ``backward``, in the order of ``batches``.
         """
 
+    def undo(self) -> None:  # noqa: B027 - most change nothing but gradients
+        """Undo what the last :meth:`run` has changed in the model: its step has ended before the update.
+
+        Only called where a gang heals, and only needed where survivors keep their own state: not by a strategy that
+        ``shards_state``, whose state comes from copies.
+        """
+
     def scale(self, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
         """Multiply the gradients that :meth:`run` has left by ``factor``, a scalar tensor."""
         scale_gradients(parameters, factor)

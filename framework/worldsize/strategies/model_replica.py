@@ -81,7 +81,7 @@ class ModelReplica(Replica):
         self.recipe = recipe
         self.world = context.world
         self.numerics = context.numerics
-        self._before_update = context.before_update
+        self._context = context
         self.model = train_state.model
         self.train_state = train_state
         self.reducer, self.dealing = reducer, reducer.dealing
@@ -149,6 +149,7 @@ class ModelReplica(Replica):
         Returns:
             The norm before clipping (None if it is not needed), and whether the update was skipped.
         """
+        self._context.faults.at("step:update")
         norm, skipped = None, False
         if self.numerics.needs_norm:
             for part in parts:
@@ -160,4 +161,5 @@ class ModelReplica(Replica):
                 self.scaler.step(part.optimizer)
             if part.schedule is not None:
                 part.schedule.step()
+        self._context.faults.at("step:updated")
         return norm, skipped

@@ -105,6 +105,7 @@ class MultiUpdateReplica(ModelReplica):
         for parameter in self._parameters:
             parameter.grad = None
         records = self.reducer.run(batches, backward)
+        self._context.faults.at("step:reduced")
         if fills:
             _fill(parameters)
         buffers.finish()
@@ -116,6 +117,7 @@ class MultiUpdateReplica(ModelReplica):
         return [leaf for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
 
     def _advance(self, current: UpdatePass, same_as: UpdatePass | None = None) -> None:
+        self._context.faults.at("step:forward")
         with self._autocast():
             current.advance(self._call)
         if same_as is not None:
@@ -126,6 +128,7 @@ class MultiUpdateReplica(ModelReplica):
 
     def _backward(self, current: UpdatePass, parameters: Sequence[nn.Parameter], scale: float) -> LossRecord:
         """Add the gradient of the update's loss to ``.grad`` of its parameters; return the record of the loss."""
+        self._context.faults.at("step:backward")
         loss, record = current.take_loss()
         scaled = self._scaled(loss, record, scale)
         if self._root is None:

@@ -66,6 +66,9 @@ class OrderedReducer(GradientReducer):
         self._counters = []  # release gradients
         return [losses[leaf] for leaf in range(len(batches))]
 
+    def undo(self) -> None:
+        self._buffers.undo()
+
     def _finish_alone(self, node: int) -> None:
         self._counters[node].add(taken(self._parameters))
         sums = [counter.waiting[0] for counter in self._counters]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
-from torch import nn
+from torch import Tensor, nn
 
 from worldsize.collectives.step_timer import backward, phase
 from worldsize.core import MicroBatch, Recipe, RunContext, StepResult
@@ -44,25 +44,38 @@ class SynchronousReplica(ModelReplica):
         self._parameters = list(self.model.parameters())  # cached, since it walks over all modules
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        self.optimizer.zero_grad()
-        records = self.reducer.run(micro_batches, self._backward)
-        losses = self._weighed(self._parameters, records)
-        metrics = step_metrics(records)
-        self._before_update(losses, metrics)
+        try:
+            losses, metrics = self._computed(micro_batches)
+        except BaseException:  # a gang that heals repeats the step
+            self.reducer.undo()
+            raise
         lr: float | None = self.optimizer.param_groups[0].get("lr")
         with phase("update"):
             norm, skipped = self._stepped([self._part], self._parameters)
             self.scaler.update()
         return StepResult(losses, lr, norm, skipped, metrics)
 
+    def _computed(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sequence[Tensor], Mapping[str, Tensor]]:
+        """Leave the step's mean gradient in ``.grad``; return the losses and metrics, which the loop has been given."""
+        self.optimizer.zero_grad()
+        records = self.reducer.run(micro_batches, self._backward)
+        self._context.faults.at("step:reduced")
+        losses = self._weighed(self._parameters, records)
+        metrics = step_metrics(records)
+        self._context.before_update(losses, metrics)
+        return losses, metrics
+
     def _backward(self, batch: MicroBatch, scale: float) -> LossRecord:
+        self._context.faults.at("step:forward")
         seed_generators(batch.seed, self.world.device)
         with self._autocast():
             loss, record = trainable(self.recipe.micro_batch_loss(self.module, batch))
         self._agreed.check_form(self._parameters, record)
+        self._context.faults.at("step:backward")
         scaled = self._scaled(loss, record, scale)
         if self.module is self.model:
             scaled.backward()  # type: ignore[no-untyped-call]
         else:
             backward(scaled)
+        self._context.faults.at("step:reduce")
         return record

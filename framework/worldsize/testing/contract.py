@@ -11,6 +11,7 @@ Processes that serve are started beside those that train, as the strategy's role
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,10 +23,12 @@ from worldsize.checkpoints.load import newest, read_tensors
 from worldsize.core import ConfigError, Recipe, RunContext, Strategy
 from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.testing.cases import CASES
+from worldsize.testing.interrupted import CountingChain, changed_by_interruption
 from worldsize.testing.leaks import LOOPBACK, children, listening
 from worldsize.testing.loops import faults, outcomes
 from worldsize.testing.recipes import AveragedChain, TwoPlayers
 from worldsize.testing.training import ALONE, CHAIN, STEPS, Trained, cluster_of, reference, run_in_roles, train
+from worldsize.world.roles import heals
 
 _Ended = tuple[Trained, set[int], dict[str, tuple[str, int]]]  # and the processes and ports that are left then
 _ended: dict[tuple[type, int], list[_Ended]] = {}
@@ -220,6 +223,16 @@ class StrategyContract:
             )
         assert resumed[0].error == straight[0].error
         assert_same(resumed[0].model, straight[0].model)
+
+    def test_a_step_that_ends_before_its_update_changes_nothing(self) -> None:
+        """Interrupt a step of a gang that heals, whose survivors repeat it with the state that they have themselves."""
+        if not heals(self.strategy.roles(cluster_of(2))) or self.strategy.shards_state:
+            pytest.skip("no survivor of this strategy repeats a step with its own state")
+        recipes = (CountingChain(), CountingChain(whole_numbers=True))
+        for size, totals in ((1, (1, 3)), (2, (4,))):
+            cases = [(recipe, total) for recipe in recipes for total in totals]
+            interrupted = partial(changed_by_interruption, self.strategy, cases=cases)
+            assert self.run(size, interrupted) == [[]] * size
 
     def test_nothing_is_left_behind(self) -> None:
         """Expect no child process and no listening port after training."""

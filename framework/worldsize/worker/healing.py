@@ -197,17 +197,18 @@ class HealingMember:
         if world.rank in behind:
             assert world.group is not None
             state, facts = receive_state(replica.state(), source, world.group, world.device)
-            progress = TrainingProgress(step, facts["skipped"])
+            progress = TrainingProgress(step, facts["skipped"], shared=facts["shared"])
         else:
             assert self._replica is not None
             assert progress is not None
             state = self._replica.state()
             if world.rank == source and behind:
                 assert world.group is not None
-                send_state(state, {"skipped": progress.skipped}, behind, world.group, world.device)
+                facts = {"skipped": progress.skipped, "shared": progress.shared}
+                send_state(state, facts, behind, world.group, world.device)
         replica.load(state)
         self._replica = replica
-        carried.progress = TrainingProgress(step, progress.skipped, evaluated, saved)
+        carried.progress = TrainingProgress(step, progress.skipped, evaluated, saved, shared=progress.shared)
         return replica
 
     def _agree_on_log(self, world: World, carried: Carried) -> None:

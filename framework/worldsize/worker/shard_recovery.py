@@ -84,7 +84,7 @@ class ShardRecovery:
             carried.log.step, carried.log.evaluation, saved_step = recovery.facts
             evaluated = carried.log.evaluation >= newest.step or not loop.evaluates(newest.step)
             saved = saved_step is None or saved_step >= newest.step or not loop.saves(newest.step)
-            carried.progress = TrainingProgress(newest.step, newest.skipped, evaluated, saved)
+            carried.progress = TrainingProgress(newest.step, newest.skipped, evaluated, saved, shared=newest.shared)
         self._begin(replica, world, number, recovery.layout, newest.kept if newest else None)
         self._left = []  # only now: if this is interrupted, the next membership needs it
         return replica
@@ -113,7 +113,7 @@ class ShardRecovery:
     def _copy(self, replica: Replica, copies: ShardCopies, progress: TrainingProgress) -> None:
         is_new = self.step < progress.step
         if copies.is_unused or (is_new and progress.step % self._every == 0):
-            copies.take(replica.state(), step=progress.step, skipped=progress.skipped)
+            copies.take(replica.state(), step=progress.step, skipped=progress.skipped, shared=progress.shared)
 
     def _known(self, loop: LoopConfig) -> tuple[int, int, int | None]:
         """Return the last step and the last evaluation that are recorded, and the last step whose save is done.

@@ -11,11 +11,10 @@ from functools import partial
 from itertools import repeat
 from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worldsize.checkpoints.format import STREAMS, Checkpoint
+from worldsize.checkpoints.format import RECIPE_STATES, STREAMS, Checkpoint
 from worldsize.checkpoints.load import load, newest
 from worldsize.collectives.gather_full import use_full
 from worldsize.collectives.step_timer import StepTimer
@@ -36,7 +35,6 @@ from worldsize.data.fetch import collate_of, is_iterable
 from worldsize.data.loader import micro_batches
 from worldsize.data.streams import TrainingStream
 from worldsize.engine.fit import LoopCallbacks, TrainingProgress, fit
-from worldsize.engine.training_metrics import by_logical_rank
 from worldsize.observe.health.files import why_host_is_slow
 from worldsize.observe.profile import peak_device_bytes, traced
 from worldsize.records.metrics import evaluations, last_step, metrics_digest
@@ -50,6 +48,7 @@ from worldsize.worker.evaluation import evaluate_splits
 from worldsize.worker.history import History
 from worldsize.worker.save_interval import save_interval
 from worldsize.worker.slow_hosts import SlowHostWatch
+from worldsize.worker.step_memory import StepMemory
 from worldsize.worker.throughput import Throughput
 from worldsize.worker.uneven_streams import UnevenStreams
 from worldsize.world.heartbeat import Heartbeat
@@ -82,7 +81,8 @@ class Training:
         self._settings, self._run, self._replica = settings, run, replica
         self._world = world = replace(world, rank=0, size=1) if self._leads else world
         part = _part(settings, world)
-        self._order = settings.order(part.rank, part.size, replica.dealing)
+        order = settings.order(part.rank, part.size, replica.dealing)
+        self._memory = StepMemory(settings, world, part, order)
         self._preemption = preemption
         self._history = History(run.metrics)
         self._watch: SlowHostWatch | None = None
@@ -102,6 +102,8 @@ class Training:
         """Train to the end, or until the run should stop; return the exit code."""
         steps, replica, carried = self._settings.training.steps, self._replica, self._carried
         first, checkpoint = (carried.progress, None) if carried.progress else self._resume()
+        if self._settings.heals:
+            first = self._memory.begin(first)
         carried.note(first)
         carried.copy(first)
         started = RunStarted(self._run.id, steps, *carried.log.known(first))
@@ -168,7 +170,7 @@ class Training:
         if self._leads:  # not earlier: its servers may have gone on meanwhile
             checkpoint = newest(self._run.checkpoints, self._world, allow_older=settings.checkpoint.allow_older)
         facts: Mapping[str, Any] = checkpoint.facts if checkpoint else {"skipped": 0}
-        step, metrics = replica.step_reached, self._window_sums(facts)
+        step, metrics = replica.step_reached, self._memory.own_metrics(facts.get("training_metrics", {}))
         if step and (checkpoint is None or step != checkpoint.step):  # a server took over, and went on since then
             return TrainingProgress(step, facts["skipped"], evaluated=not settings.loop.evaluates(step)), checkpoint
         if checkpoint is None:
@@ -178,16 +180,10 @@ class Training:
         if step is None:
             settings.faults.at("load:begin")
             replica.load(load(checkpoint, replica.state(), ignore=settings.checkpoint.ignored(checkpoint.step)))
+        if RECIPE_STATES not in settings.checkpoint.ignored(checkpoint.step):
+            self._memory.resume(checkpoint)
         first = TrainingProgress(checkpoint.step, facts["skipped"], facts.get("evaluated", True), metrics=metrics)
         return first, checkpoint
-
-    def _window_sums(self, facts: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Return the saved sums of this process's logical ranks since the last logged step."""
-        by_rank = facts.get("training_metrics", {})
-        mine = list(self._order.mine)
-        rows = {name: torch.tensor(pairs, dtype=torch.float64) for name, pairs in by_rank.items()}
-        fits = all(len(pairs) == self._settings.logical_ranks for pairs in rows.values())  # else it begins anew
-        return {name: pairs[mine].to(self._world.device) for name, pairs in rows.items()} if fits else {}
 
     def _fit(
         self, first: TrainingProgress, checkpoint: Checkpoint | None, heartbeat: Heartbeat | None
@@ -215,6 +211,7 @@ class Training:
             progressed=self._carried.note,
             logged=self._carried.copy,
             examine=partial(_each, [self._watch.measure_links if self._watch else _ignore, examine_data]),
+            share=self._memory.share if settings.heals else None,
             before_update=self._carried.before_update,
         )
         timer = StepTimer(world.device) if settings.observe.step_breakdown else None
@@ -256,11 +253,11 @@ class Training:
                 checkpoint = None
             train = TrainingStream(train, checkpoint=checkpoint, speaks=world.rank == 0)
             examine = UnevenStreams(train, world).examine
-            data_rank = settings.strategy.data_rank
-            if all(data_rank(replace(world, rank=rank)) != _part(settings, world).rank for rank in range(world.rank)):
-                states = train.states  # else a rank before this one reads the same, and writes
+            if _writes_states(settings, world):
+                states = train.states
         workers, collate = _data_workers(settings, self._emit, world.rank), collate_of(settings.recipe)
-        batches = micro_batches(train, self._order, world.device, first=first, workers=workers, collate=collate)
+        order = self._memory.order
+        batches = micro_batches(train, order, world.device, first=first, workers=workers, collate=collate)
         return batches, states, examine
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
@@ -280,15 +277,11 @@ class Training:
             "evaluated": progress.evaluated,
             "metrics": dict(self._history.metrics),
             "samples": progress.step * self._settings.training.batch_size,
-            "training_metrics": by_logical_rank(
-                progress.metrics,
-                self._order.mine,
-                self._world,
-                logical_ranks=self._settings.loop.logical_ranks,
-                parts=_part(self._settings, self._world).size,
-            ),
+            "training_metrics": self._memory.metrics_of_all(progress.metrics),
         }
-        states = streams(progress.step)
+        states = streams(progress.step) | (
+            self._memory.states() if self._memory.has_state and _writes_states(self._settings, self._world) else {}
+        )
         self._checkpoints.save(self._replica.state(), step=progress.step, facts=facts, streams=states)
         if not progress.evaluated:
             self._checkpoints.finish()  # before the evaluation, which may fail
@@ -319,6 +312,14 @@ class Training:
 def _part(settings: Settings, world: World) -> World:
     """Return this process's place among the data-parallel parts; one that leads is alone."""
     return world if settings.roles[world.role].serves else settings.data_part(world)
+
+
+def _writes_states(settings: Settings, world: World) -> bool:
+    """Return whether this process writes the states of its logical ranks: no rank before it has the same ones."""
+    if settings.roles[world.role].serves:
+        return False
+    data_rank, own = settings.strategy.data_rank, _part(settings, world).rank
+    return all(data_rank(replace(world, rank=rank)) != own for rank in range(world.rank))
 
 
 def _data_workers(settings: Settings, tell: Callable[[Event], None], rank: int) -> int | AutoWorkers:

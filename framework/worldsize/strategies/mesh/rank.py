@@ -139,7 +139,7 @@ class Rank:
         equal_passes = is_ring or self.sharding.reshard_after_forward  # else a step gathers each stage once
         parts = DataParts(along(mesh, "data").get_group(), self.reduce, self._logical_ranks, equal_passes)
         for stage in mine:
-            stage.sums = parts.sums(stage)
+            stage.sums, stage.at = parts.sums(stage), self.context.faults.at
         return Pipeline(
             stages=mine,
             total=self.schedule.stages,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -49,6 +49,7 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.index = index
         self._recipe, self._device, self._precision = recipe, device, precision
+        self.at: Callable[[str], None] = lambda point: None  # called at the points where a fault may be injected
         self.sums: StageSums | None = None  # once it is divided
         self._batches: Sequence[MicroBatch] = ()
         self._inputs: tuple[Any, ...] | None = None

@@ -56,20 +56,23 @@ class TimedStage(PipelineStage):
     def __init__(self, stage: Stage, *args: Any, edges: Edges | None, **kwargs: Any) -> None:
         super().__init__(stage, *args, **kwargs)
         assert stage.sums is not None
-        self._sums, self._edges = stage.sums, edges
+        self._sums, self._edges, self._at = stage.sums, edges, stage.at
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if fwd_chunk_id == 0:
             self._sums.begin_passes()
+        self._at("step:forward")
         with phase("compute"):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
             self._sums.forwarded(fwd_chunk_id)
         return output
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self._at("step:backward")
         with phase("compute"):
             super().backward_one_chunk(*args, **kwargs)
             self._sums.backwarded()
+        self._at("step:reduce")
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._interruptible(super().get_fwd_recv_ops(fwd_chunk_id))

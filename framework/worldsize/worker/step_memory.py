@@ -1,0 +1,128 @@
+"""Keeps what passes from step to step beside the replica: sums of training metrics, and the recipe's own state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from worldsize.checkpoints.format import RECIPE_STATES, Checkpoint
+from worldsize.checkpoints.load import read_tensors
+from worldsize.collectives.exact import gather_tensors
+from worldsize.config.settings import Settings
+from worldsize.core import ConfigError, Recipe, World, saves_state
+from worldsize.data.order import Order
+from worldsize.data.state_codec import decode, encode
+from worldsize.engine.fit import TrainingProgress
+from worldsize.engine.training_metrics import by_logical_rank
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True)
+class SharedStep:
+    """The part of a step that every process of a gang that heals keeps, since others may die.
+
+    Attributes:
+        metrics: Sums and counts of training metrics since the last logged step, by name, of all logical ranks.
+        recipe: The recipe's state of each logical rank, encoded; empty if it saves none.
+    """
+
+    metrics: Mapping[str, list[list[float]]]
+    recipe: Mapping[int, bytes]
+
+
+@final
+class StepMemory:
+    """Saves and restores what one process keeps for its logical ranks.
+
+    Args:
+        settings: Those of the run.
+        world: The processes that train.
+        part: This process's place among the data-parallel parts.
+        order: The data order of this process.
+    """
+
+    def __init__(self, settings: Settings, world: World, part: World, order: Order) -> None:
+        self._recipe: Recipe = settings.recipe
+        self.order, self._world, self._part = order, world, part
+        self._logical_ranks, self._loop_ranks = settings.logical_ranks, settings.loop.logical_ranks
+        self.has_state = saves_state(self._recipe)
+        """Whether the recipe has a state of its own."""
+        self._kind = type(self._recipe).__name__
+
+    def metrics_of_all(self, sums: Mapping[str, Tensor]) -> Mapping[str, list[list[float]]]:
+        """Gather this process's sums of training metrics (logical ranks, 2) of all; every rank must call it."""
+        ranks, parts = self._loop_ranks, self._part.size
+        return by_logical_rank(sums, self.order.mine, self._world, logical_ranks=ranks, parts=parts)
+
+    def own_metrics(self, by_rank: Mapping[str, list[list[float]]]) -> dict[str, Tensor]:
+        """Return this process's sums, float64 (logical ranks, 2), of those that :meth:`metrics_of_all` gathered."""
+        mine = list(self.order.mine)
+        rows = {name: torch.tensor(pairs, dtype=torch.float64) for name, pairs in by_rank.items()}
+        fits = all(len(pairs) == self._logical_ranks for pairs in rows.values())  # else it begins anew
+        return {name: pairs[mine].to(self._world.device) for name, pairs in rows.items()} if fits else {}
+
+    def share(self, sums: Mapping[str, Tensor]) -> SharedStep:
+        """Gather what all processes keep of the step; every rank must call it.
+
+        ``sums``: those of training metrics of this process, float64 (logical ranks, 2) by name.
+        """
+        states = {(rank,): _tensor(state) for rank, state in self._encoded().items()}
+        gathered = gather_tensors(states, self._world) if self.has_state else {}
+        recipe = {rank: state.numpy().tobytes() for (rank,), state in gathered.items()}
+        return SharedStep(self.metrics_of_all(sums), recipe)
+
+    def begin(self, first: TrainingProgress) -> TrainingProgress:
+        """Restore what every process keeps of the last step, or let each keep it from now on; every rank must call it.
+
+        ``first`` is returned with the sums of this process, float64 (logical ranks, 2) by name.
+        """
+        shared: SharedStep | None = first.shared
+        if shared is None:
+            return replace(first, shared=self.share(first.metrics))
+        self._load({rank: shared.recipe[rank] for rank in self.order.mine} if shared.recipe else {})
+        return replace(first, metrics=self.own_metrics(shared.metrics))
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the recipe's states of this process's logical ranks for a checkpoint, uint8 [bytes] each."""
+        return {f"{RECIPE_STATES}/{rank}": _tensor(state) for rank, state in self._encoded().items()}
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Restore the recipe's state from a checkpoint, saved by any number of processes.
+
+        Raises:
+            ConfigError: it was saved with another number of logical ranks.
+        """
+        prefix = f"{RECIPE_STATES}/"
+        saved = {name.removeprefix(prefix) for name in checkpoint.tensors if name.startswith(prefix)}
+        if not saved or not self.has_state:
+            if self.has_state and self._world.rank == 0:
+                _logger.warning("%s has no state of %s, which begins anew", checkpoint.path, self._kind)
+            return
+        if saved != {str(rank) for rank in range(self._logical_ranks)}:
+            raise ConfigError(
+                f"{checkpoint.path} has {self._kind}'s states of {len(saved)} logical ranks, and the run has "
+                f"{self._logical_ranks} now. Resume with logical_ranks={len(saved)}, or let the recipe begin anew with "
+                f"--ignore {RECIPE_STATES}."
+            )
+        tensors = read_tensors(checkpoint, RECIPE_STATES, only=set(map(str, self.order.mine)))
+        self._load({int(rank): tensor.numpy().tobytes() for rank, tensor in tensors.items()})
+
+    def _encoded(self) -> dict[int, bytes]:
+        if not self.has_state:
+            return {}
+        return {rank: encode(self._recipe.state(rank), self._kind) for rank in self.order.mine}
+
+    def _load(self, states: Mapping[int, bytes]) -> None:
+        for rank, state in states.items():
+            self._recipe.load_state(rank, decode(state, self._kind))
+
+
+def _tensor(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
