@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, final
 
+from torch import nn
+from torch.optim import Optimizer
+
 from plugins.easgd.centre import Centre, Link, Operation, joined
 from plugins.easgd.replica import ElasticReplica
 from worldsize.core import (
@@ -26,6 +29,7 @@ from worldsize.cost.cluster import across, served_bytes, served_seconds, whole_b
 from worldsize.records.run_directory import private
 from worldsize.strategies.alone import alone
 from worldsize.strategies.periodic.parameters import trained_parameters
+from worldsize.strategies.wrapping import refuse_complex
 from worldsize.transport.certificates import Credentials, create_authority, issue_certificate
 from worldsize.transport.dialer import Dialer
 from worldsize.transport.endpoints import address_of, listen
@@ -56,6 +60,9 @@ class EASGD(Strategy):
     def check_numerics(self, numerics: Numerics) -> None:
         if numerics.precision == "fp16":
             raise ConfigError("easgd has no loss scale that workers share. Set precision=bf16 or fp32.")
+
+    def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+        refuse_complex(model, because="the centre holds real numbers")
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         if cluster.processes < 2:

@@ -53,7 +53,7 @@ def test_the_gradient_is_the_mean_of_all_micro_batches(accumulate: str, shard: s
 
         def backward(micro_batch: MicroBatch, scale: float) -> object:
             record = replica._backward(micro_batch, scale)
-            kept.append(has_whole_gradients(replica.model))
+            kept.append(has_whole_gradients(replica._module))
             return record
 
         replica.reducer.run([batch(recipe, world.rank + turn * RANKS) for turn in range(TURNS)], backward)  # type: ignore[arg-type]
@@ -69,13 +69,14 @@ def test_the_gradient_is_the_mean_of_all_micro_batches(accumulate: str, shard: s
         assert kept_whole == [accumulate == "whole"] * (TURNS - 1) + [False]
 
 
-def has_whole_gradients(model: nn.Module) -> bool:
+def has_whole_gradients(module: nn.Module | None) -> bool:
     """Tell whether this rank keeps gradients of micro-batches that are not divided, which only FSDP itself knows."""
+    assert module is not None
     groups = [
         group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
+        for unit in module.modules()
+        if isinstance(unit, FSDPModule)
+        for group in unit._get_fsdp_state()._fsdp_param_groups
     ]
     return any(each.unsharded_accumulated_grad is not None for group in groups for each in group.fsdp_params)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from worldsize.collectives.broadcast import make_equal
 from worldsize.collectives.step_timer import time_buffers
@@ -30,6 +31,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.core.limits import MEBIBYTES
+from worldsize.strategies.calling_root import CallingRoot
 from worldsize.strategies.ddp_cost import ddp_cost, gathering
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.multi_train_state import MultiTrainState
@@ -43,6 +45,7 @@ from worldsize.strategies.reducers import (
 )
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.wrapping import refuse_complex
 from worldsize.world.roles import whole_blocks
 
 OnFailure = Literal["restart", "heal"]
@@ -135,6 +138,16 @@ class DDP(Strategy):
         if self.on_failure == "heal":
             refuse_healing_updates(recipe)
 
+    def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+        if self.compress != "none":
+            refuse_complex(model, because=f"strategy.compress={self.compress} compresses real numbers")
+        scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
+        if self.compress == "powersgd" and scalars:
+            raise ConfigError(
+                f"strategy.compress=powersgd: {scalars[0]} has no dimension, and torch's hook needs one. Make it "
+                "nn.Parameter(torch.ones(1)), or set strategy.compress=int8."
+            )
+
     def cost(self, work: Workload, cluster: Cluster) -> Cost | None:
         """Return the cost of a step; None with PowerSGD, whose bytes depend on the shape of each matrix."""
         if self.compress == "powersgd":
@@ -155,9 +168,9 @@ class DDP(Strategy):
             return whole_multi_update(recipe, context, MultiTrainState.of(recipe, model), self.reduce, self.bucket_mb)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         heals = self.on_failure == "heal"
-        module = replicated(model, world, interruptible=heals, **options) if world.size > 1 else model
+        module = replicated(model, world, interruptible=heals, **options) if world.size > 1 else None
         logical_ranks = context.logical_ranks if heals else None  # else all have equally many
-        sums = self._reducer(module, context, logical_ranks)
+        sums = self._reducer(module or model, context, logical_ranks)
         return SynchronousReplica(
             recipe,
             context,
@@ -193,18 +206,22 @@ def replicated(
 ) -> DistributedDataParallel:
     """Wrap ``model`` so that its gradients are averaged over ``world.group`` during backward.
 
+    The wrapper's forward pass calls a function of no arguments, such as the loss of a micro-batch. So the function may
+    use any part of the model, and any parameter.
+
     ``interruptible``: the waits for its first weights end when the gang does; DDP's own do not.
     """
     devices = [world.device] if world.device.type == "cuda" else None
-    sparse = [name for name, buffer in model.named_buffers() if buffer.layout is not torch.strided]
+    root = CallingRoot(model)
+    sparse = [name for name, buffer in root.named_buffers() if buffer.layout is not torch.strided]
     # they cannot be broadcast, and the recipe makes them equal on all ranks
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sparse)  # type: ignore[no-untyped-call]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, sparse)  # type: ignore[no-untyped-call]
     if interruptible:
         assert world.group is not None
         _verify_param_shape_across_processes(world.group, [each for each in model.parameters() if each.requires_grad])
         make_equal(model, world.group)
     module = DistributedDataParallel(
-        model,
+        root,
         device_ids=devices,
         process_group=world.group,
         gradient_as_bucket_view=True,

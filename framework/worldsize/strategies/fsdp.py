@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
 from worldsize.collectives.connecting import connect
@@ -30,12 +30,13 @@ from worldsize.core import (
     World,
 )
 from worldsize.strategies.alone import alone
+from worldsize.strategies.calling_root import CallingRoot
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.detached_shards import detach_shards
 from worldsize.strategies.fsdp_cost import FSDPSharding, fsdp_cost
 from worldsize.strategies.hook_trial import refuse_mixing_hooks
-from worldsize.strategies.local_steps import step_locally
+from worldsize.strategies.local_steps import step_apart, step_locally
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import MultiUpdateReplica, refuse_healing_updates
 from worldsize.strategies.optimizer_trial import refuse_divided_updates
@@ -44,15 +45,17 @@ from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.step_hooks import recipe_hooks
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.unit_guard import cast_inputs, guard_units
+from worldsize.strategies.unit_sharding import shard_units
 from worldsize.strategies.wrapping import (
-    CallingRoot,
     Wrap,
     refuse_divided_matrices,
     refuse_fused,
+    refuse_mixed_dtypes,
     refuse_sparse_gradients,
-    units,
 )
 
+_REMEDY = "Set strategy.wrap=none, which gathers the whole model for each loss, or use strategy=ddp or zero."
 _WHOLE_AT_MOST = 2**30  # most bytes of gradients that accumulate="auto" keeps unsharded between micro-batches
 _Dtype = Literal["fp32", "bf16", "fp16"]
 _MESHES = count()  # torch caches what it knows of a mesh, for all of the same shape and names
@@ -66,14 +69,15 @@ class FSDP(Strategy):
 
     ``shard``: the ranks that together hold one copy of the model: "all", those of a "node" (hybrid: replicated across
     nodes), or their number. ``wrap``: the units that are gathered at once: the recipe's "blocks", modules of at least
-    ``wrap_parameters`` by "size", or "auto": blocks if the recipe has any. ``reshard_after_forward=False`` keeps
-    gathered parameters until the backward pass (ZeRO stage 2). ``param_dtype``: the dtype in which parameters are
-    gathered and used. ``reduce_dtype``: the dtype in which gradients are summed. (None: unchanged;
-    ``numerics.precision`` is autocast, as everywhere.) ``accumulate``: between the micro-batches of a step, gradients
-    are kept "whole" and reduced once, or "sharded" and reduced each time; "auto": sharded if they would take more than
-    1 GiB. ``reduce="ordered"`` gives the bits of every other strategy at every world size, with either choice.
-    ``on_failure="heal"``: the others go on without a dead process, from copies of its shards in the memory of peers; if
-    their number is no multiple of ``shard``, they make copies of the next larger number of shards that divides it.
+    ``wrap_parameters`` by "size", "auto": blocks if the recipe has any, else by size; or "none": the whole model, which
+    a loss may use in any way. ``reshard_after_forward=False`` keeps gathered parameters until the backward pass (ZeRO
+    stage 2). ``param_dtype``: the dtype in which parameters are gathered and used. ``reduce_dtype``: the dtype in which
+    gradients are summed. (None: unchanged; ``numerics.precision`` is autocast, as everywhere.) ``accumulate``: between
+    the micro-batches of a step, gradients are kept "whole" and reduced once, or "sharded" and reduced each time;
+    "auto": sharded if they would take more than 1 GiB. ``reduce="ordered"`` gives the bits of every other strategy at
+    every world size, with either choice. ``on_failure="heal"``: the others go on without a dead process, from copies of
+    its shards in the memory of peers; if their number is no multiple of ``shard``, they make copies of the next larger
+    number of shards that divides it.
     """
 
     averages_weights = True
@@ -118,6 +122,7 @@ class FSDP(Strategy):
         refuse_divided_matrices(optimizer)
         refuse_fused(optimizer, self.reduce)
         refuse_divided_updates(recipe, model, optimizer, reduce=self.reduce, heals=self.on_failure == "heal")
+        refuse_mixed_dtypes(recipe, model, self.wrap, self.wrap_parameters)
         if recipe_hooks(optimizer):
             refuse_mixing_hooks(recipe, model)
 
@@ -172,12 +177,15 @@ class FSDP(Strategy):
         deferred = DeferredModel.build(recipe.model, warns=world.rank == 0)  # no process holds the whole model
         model = deferred.model
         with context.making_groups():
-            mesh, is_multi = self._mesh(world), isinstance(recipe, MultiUpdateRecipe)
-        root = CallingRoot(model) if is_multi else model
+            mesh = self._mesh(world)
+        root = CallingRoot(model)
         if self.on_failure == "heal":
             connect(mesh.get_all_groups())
         self._shard(recipe, model, mesh, root)
+        if self.param_dtype is not None:
+            cast_inputs(model, _DTYPES[self.param_dtype])
         deferred.fill(world.device, shards=torch.device("cpu") if self.cpu_offload else None)
+        guard_units(root, remedy=_REMEDY, names_uses=not context.numerics.compile)
         copies = mesh.get_group(0) if mesh.size(0) > 1 else None
         shards = self._accumulates_shards(
             sum(parameter.numel() * parameter.itemsize for parameter in model.parameters()), world.size
@@ -188,17 +196,19 @@ class FSDP(Strategy):
             for optimizer in states.optimizers:
                 self._check_updates(recipe, model, optimizer)
                 step_locally(optimizer)
+                step_apart(optimizer)
             return MultiUpdateReplica(recipe, context, train_state=states, reducer=sums, root=root)
         ranks = context.logical_ranks if self.on_failure == "heal" else None  # else all have equally many
-        sums = sharded_reducer(self.reduce, model, world, copies, accumulates_shards=shards, logical_ranks=ranks)
+        sums = sharded_reducer(self.reduce, root, world, copies, accumulates_shards=shards, logical_ranks=ranks)
         state = TrainState.of(recipe, model)
         self._check_updates(recipe, model, state.optimizer)
         step_locally(state.optimizer)
-        return SynchronousReplica(recipe, context, train_state=state, reducer=sums, logical_ranks=ranks)
+        step_apart(state.optimizer)
+        return SynchronousReplica(recipe, context, train_state=state, reducer=sums, logical_ranks=ranks, module=root)
 
     def _check_updates(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         if self.reduce != "ordered" and self.on_failure != "heal":  # otherwise checked before the start
-            refuse_wrong_updates(recipe, model, optimizer)
+            refuse_wrong_updates(recipe, model, optimizer, step_apart)
 
     def _mesh(self, world: World) -> DeviceMesh:
         """Return the mesh (copies, shards of a copy); the ranks of a copy are consecutive."""
@@ -218,14 +228,17 @@ class FSDP(Strategy):
         policy = MixedPrecisionPolicy(_DTYPES.get(self.param_dtype or ""), _DTYPES.get(self.reduce_dtype or ""))
         offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
         detach_shards()
-        for module in (*units(recipe, model, self.wrap, self.wrap_parameters), root):
-            fully_shard(
-                module,
-                mesh=mesh[names[-1]] if plain else mesh,
-                reshard_after_forward=self.reshard_after_forward,
-                mp_policy=policy,
-                offload_policy=offload,
-            )
+        shard_units(
+            recipe,
+            model,
+            [root],
+            wrap=self.wrap,
+            least=self.wrap_parameters,
+            mesh=mesh[names[-1]] if plain else mesh,
+            reshard_after_forward=self.reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=offload,
+        )
 
 
 def _most_on_a_node(world: World) -> int:

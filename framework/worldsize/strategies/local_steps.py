@@ -33,6 +33,30 @@ def step_locally(optimizer: Optimizer) -> None:
         _LocalSteps(optimizer).begin()
 
 
+def step_apart(optimizer: Optimizer) -> None:
+    """Separate DTensors and plain tensors into different groups during a step, since no kernel takes both."""
+    if len({isinstance(parameter, DTensor) for parameter in all_parameters(optimizer)}) < 2:
+        return
+    saved: list[list[dict[str, Any]]] = []
+
+    def separate() -> None:
+        saved.append(optimizer.param_groups)
+        optimizer.param_groups = [part for group in optimizer.param_groups for part in _separated(group)]
+
+    def join() -> None:
+        optimizer.param_groups = saved.pop()
+
+    optimizer.register_step_pre_hook(StrategyHook(separate))
+    optimizer.register_step_post_hook(StrategyHook(join))
+
+
+def _separated(group: dict[str, Any]) -> list[dict[str, Any]]:
+    kinds: dict[bool, list[Tensor]] = {}
+    for parameter in group["params"]:
+        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return [group] if len(kinds) < 2 else [{**group, "params": own} for own in kinds.values()]
+
+
 @final
 class _LocalSteps:
     """Exchanges the parameters of an optimizer, DTensors, for their shards while it steps."""

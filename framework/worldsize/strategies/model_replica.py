@@ -98,7 +98,7 @@ class ModelReplica(Replica):
         return collector.reduce(self.world)
 
     def _call(self, action: Callable[[], _T]) -> _T:
-        """Call ``action``, which computes with the model."""
+        """Call ``action``, which computes with the model or parts of it."""
         return action()
 
     def _autocast(self) -> AbstractContextManager[None]:

@@ -89,7 +89,15 @@ class OrderedReducer(GradientReducer):
         places = [self._place[id(parameter)] for parameter in bucket.parameters()]
         *complete, current = self._counters
         for waiting in current.waiting:
+            if waiting[places[0]].is_complex():  # a bucket has one dtype, and these torch gives no gradients for
+                bucket.buffer().add_(torch.cat([_real(waiting[place]).flatten() for place in places]))
+                continue
             for gradient, place in zip(bucket.gradients(), places, strict=True):
                 gradient.add_(waiting[place])
         sums = [counter.waiting[0] for counter in complete]
-        return [*(torch.cat([total[place].flatten() for place in places]) for total in sums), bucket.buffer()]
+        return [*(torch.cat([_real(total[place]).flatten() for place in places]) for total in sums), bucket.buffer()]
+
+
+def _real(gradient: Tensor) -> Tensor:
+    """Return a complex tensor (...) as real numbers (..., 2), as DDP keeps them in a bucket; others as they are."""
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient

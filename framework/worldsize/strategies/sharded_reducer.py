@@ -26,6 +26,7 @@ from worldsize.core import ConfigError, Dealing, MicroBatch, Reduction, World
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.reducers import gradient_reducer
+from worldsize.strategies.scalar_gradients import ScalarGradients, scalar_gradients
 from worldsize.strategies.step_buffers import BufferMean
 
 
@@ -58,14 +59,16 @@ def sharded_reducer(
     dealing: Dealing = "block" if reduce == "ordered" and accumulates_shards else "cyclic"
     own = model if averages_buffers else nn.Module()
     buffers = BufferMean(own, world.group, dealing, logical_ranks=logical_ranks)
+    assert world.group is not None
+    scalars = scalar_gradients(reduce, model, world.group, dealing)
     if reduce == "ordered":
-        return OrderedShardReducer(model, world, copies, buffers, dealing, logical_ranks)
+        return OrderedShardReducer(model, world, copies, buffers, scalars, dealing, logical_ranks)
     if copies is not None and logical_ranks is not None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_all_reduce_hook(partial(_average, copies))
     return ReduceScatterReducer(
-        model, world, buffers, accumulates_shards=accumulates_shards, logical_ranks=logical_ranks
+        model, world, buffers, scalars, accumulates_shards=accumulates_shards, logical_ranks=logical_ranks
     )
 
 
@@ -88,13 +91,14 @@ class ReduceScatterReducer(GradientReducer):
         model: FSDPModule,
         world: World,
         buffers: BufferMean,
+        scalars: ScalarGradients,
         *,
         accumulates_shards: bool = False,
         logical_ranks: int | None = None,
     ) -> None:
         assert isinstance(model, nn.Module)
         self._model, self._buffers, self._accumulates_shards = model, buffers, accumulates_shards
-        self._size, self._logical_ranks = world.size, logical_ranks
+        self._scalars, self._size, self._logical_ranks = scalars, world.size, logical_ranks
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         losses = []
@@ -108,6 +112,7 @@ class ReduceScatterReducer(GradientReducer):
                 self._synchronize(last=place == len(batches) - 1)
                 losses.append(backward(batch, self._size / logical_ranks))
                 buffers.add(place)
+        self._scalars.finish()
         return losses
 
     def _synchronize(self, *, last: bool) -> None:
@@ -117,10 +122,14 @@ class ReduceScatterReducer(GradientReducer):
         self._model.set_is_last_backward(last)
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        assert isinstance(norm, DTensor)
-        with phase("communication"):
-            norm = norm.full_tensor()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([gradient for gradient in gradients if isinstance(gradient, DTensor)])
+        if isinstance(norm, DTensor):
+            with phase("communication"):
+                norm = norm.full_tensor()
+        if scalars := [gradient for gradient in gradients if not isinstance(gradient, DTensor)]:
+            others = nn.utils.get_total_norm(scalars)
+            norm = torch.linalg.vector_norm(torch.stack([norm.to(others), others]))
         return _clipped(parameters, limit, norm)
 
 
@@ -138,13 +147,14 @@ class OrderedShardReducer(GradientReducer):
         world: World,
         copies: ProcessGroup | None,
         buffers: BufferMean,
+        scalars: ScalarGradients,
         dealing: Dealing,
         logical_ranks: int | None = None,
     ) -> None:
         assert isinstance(model, nn.Module)
         assert world.group is not None
         self._model, self._world, self._buffers, self.dealing = model, world, buffers, dealing
-        self._logical_ranks = logical_ranks
+        self._scalars, self._logical_ranks = scalars, logical_ranks
         self._scatters = OrderedScatters(model, world.group, copies, dealing)
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
@@ -160,12 +170,15 @@ class OrderedShardReducer(GradientReducer):
                 buffers.restore()
                 self._model.zero_grad()
             self._scatters.begin(nodes, len(batches), logical_ranks=logical_ranks)
+            self._scalars.begin(len(batches), logical_ranks)
             for place, leaf in enumerate(order, 1):
                 losses[leaf] = backward(batches[leaf], 1.0)
                 buffers.add(leaf)
+                self._scalars.add(leaf)
                 self._scatters.check(place)
                 if place < len(order):
                     self._model.zero_grad()  # removes shards of zeros
+        self._scalars.finish()
         return [losses[leaf] for leaf in range(len(batches))]
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
@@ -173,7 +186,8 @@ class OrderedShardReducer(GradientReducer):
 
         It has the same bits as the norm of an unsharded model.
         """
-        full = (whole(parameter.grad) for parameter in parameters if isinstance(parameter.grad, DTensor))
+        gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+        full = (whole(each) if isinstance(each, DTensor) else each for each in gradients)
         norms = [torch._foreach_norm([gradient])[0] for gradient in full]  # like clip_grad_norm_
         return _clipped(parameters, limit, torch.linalg.vector_norm(torch.stack(norms)))
 
@@ -184,7 +198,9 @@ def _is_one_short(batches: Sequence[MicroBatch], logical_ranks: int, ranks: int)
 
 
 def _clipped(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor) -> Tensor:
-    nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    for is_sharded in (True, False):  # torch has no operation that takes both
+        own = [parameter for parameter in parameters if isinstance(parameter.grad, DTensor) is is_sharded]
+        nn.utils.clip_grads_with_norm_(own, limit, norm)
     return norm
 
 
@@ -198,7 +214,8 @@ class OrderedScatters:
     def __init__(
         self, model: nn.Module, group: ProcessGroup, copies: ProcessGroup | None = None, dealing: Dealing = "cyclic"
     ) -> None:
-        units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        named = model.named_modules()  # the prefix is that of a model in a CallingRoot
+        units = {name.removeprefix("model."): module for name, module in named if isinstance(module, FSDPModule)}
         self._scatters = [_OrderedScatter(name, _Exchange(group, copies), dealing) for name in units]
         for module, scatter in zip(units.values(), self._scatters, strict=True):
             module.set_custom_reduce_scatter(scatter)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -18,6 +19,8 @@ from worldsize.core import MultiUpdateRecipe, Recipe, StateDict
 from worldsize.strategies.deferred.fakes import HostFakes
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.train_state import OptimizerState, TrainState, load_named_state, named_state
+
+_logger = logging.getLogger(__name__)
 
 
 def meta_state(recipe: Recipe, model: nn.Module) -> StateDict:
@@ -37,11 +40,11 @@ def multi_meta_states(recipe: MultiUpdateRecipe, model: nn.Module) -> Mapping[st
 def _without_memory(state_of: Callable[[nn.Module], StateDict], model: nn.Module) -> StateDict:
     """Return ``state_of`` a copy of ``model`` without memory, with all tensors on the meta device."""
     try:
-        with _AnyValue():
-            return _on_meta(state_of(_copied(model, "meta")))
+        with _AnyValue(), _copied(model, "meta") as copied:
+            return _on_meta(state_of(copied))
     except RuntimeError:  # fused optimizers refuse the meta device
-        with HostFakes(), _AnyValue():
-            state = state_of(_copied(model, "cpu"))
+        with HostFakes(), _AnyValue(), _copied(model, "cpu") as copied:
+            state = state_of(copied)
         return _on_meta(state)
 
 
@@ -61,11 +64,35 @@ class _AnyValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _copied(model: nn.Module, device: str) -> nn.Module:
+@contextmanager
+def _copied(model: nn.Module, device: str) -> Iterator[nn.Module]:
+    """Give a copy of ``model`` with other tensors on ``device``; or, if it cannot be copied, itself with them."""
+    try:
+        copied = _deep_copy(model, device)
+    except Exception as error:  # any: objects refuse it in their own ways, such as locks, files and generators
+        _logger.debug("%s cannot be copied: %s", type(model).__name__, error)
+    else:
+        yield copied
+        return
+    with ExitStack() as stack:
+        new: dict[Tensor, Tensor] = {}
+        tables: Any = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+        for table in tables:
+            stack.callback(table.update, dict(table))
+            present = {name: each for name, each in table.items() if each is not None}
+            table.update({name: new.setdefault(each, _empty(each, device)) for name, each in present.items()})
+        yield model
+
+
+def _empty(tensor: Tensor, device: str) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _deep_copy(model: nn.Module, device: str) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        memo[id(tensor)] = _empty(tensor, device)
     return copy.deepcopy(model, memo)
 
 

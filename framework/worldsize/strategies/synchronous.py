@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import final
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
 
 from torch import Tensor, nn
 
 from worldsize.collectives.step_timer import backward, phase
 from worldsize.core import MicroBatch, Recipe, RunContext, StepResult
 from worldsize.reproducibility.seeds import seed_generators
+from worldsize.strategies.calling_root import CallingRoot
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, step_metrics, trainable
 from worldsize.strategies.model_replica import ModelReplica
@@ -18,7 +20,11 @@ from worldsize.strategies.train_state import TrainState
 
 @final
 class SynchronousReplica(ModelReplica):
-    """Accumulates micro-batches and steps once; ``module`` is the wrapper of the model, if there is one."""
+    """Accumulates micro-batches and steps once.
+
+    ``module`` wraps the model, and calls a function of no arguments inside its forward pass: the whole loss, so that it
+    may use any part of the model. A sharded model, in a CallingRoot, is also evaluated inside it.
+    """
 
     def __init__(
         self,
@@ -39,7 +45,8 @@ class SynchronousReplica(ModelReplica):
             sums_alone=sums_alone,
             logical_ranks=logical_ranks,
         )
-        self.module = module or train_state.model
+        self._module = module
+        self._root = module if isinstance(module, CallingRoot) else None
         self._part, self.optimizer = train_state, train_state.optimizer
         self._parameters = list(self.model.parameters())  # cached, since it walks over all modules
 
@@ -69,13 +76,21 @@ class SynchronousReplica(ModelReplica):
         self._context.faults.at("step:forward")
         seed_generators(batch.seed, self.world.device)
         with self._autocast():
-            loss, record = trainable(self.recipe.micro_batch_loss(self.module, batch))
+            compute = partial(self._loss, batch)
+            loss, record = compute() if self._module is None else self._module(compute)
         self._agreed.check_form(self._parameters, record)
         self._context.faults.at("step:backward")
         scaled = self._scaled(loss, record, scale)
-        if self.module is self.model:
+        if self._module is self._root:
             scaled.backward()  # type: ignore[no-untyped-call]
         else:
             backward(scaled)
         self._context.faults.at("step:reduce")
         return record
+
+    def _call(self, action: Callable[[], Any]) -> Any:
+        return action() if self._root is None else self._root(action)
+
+    def _loss(self, batch: MicroBatch) -> tuple[Tensor, LossRecord]:
+        """Return the scalar loss of a micro-batch and its record; wrappers find the tensors in a tuple."""
+        return trainable(self.recipe.micro_batch_loss(self.model, batch))

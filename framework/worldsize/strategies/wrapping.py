@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, final
+from collections.abc import Iterable
+from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from worldsize.core import ConfigError, Recipe, Reduction
 from worldsize.optimizers.muon import needs_matrices
 
-Wrap = Literal["auto", "blocks", "size"]
-_NO_FORWARD = (nn.ModuleList, nn.ModuleDict)
+Wrap = Literal["auto", "blocks", "size", "none"]
+_READ_PARTS = (nn.MultiheadAttention,)  # they read parameters of their parts, whose forward pass nobody calls
 
 
 def units(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> list[nn.Module]:
     """Return the recipe's blocks, or modules of at least ``least`` parameters; children come before their parents.
 
+    With ``wrap="none"`` there are none: the model is gathered whole. A module is no unit if another part of the model
+    has one of its parameters, as tied weights are: it would be freed while it is needed.
+
     Raises:
         ConfigError: ``wrap="blocks"``, and the recipe defines no blocks.
     """
-    blocks = list(recipe.blocks(model))
+    if wrap == "none":
+        return []
+    blocks = list(dict.fromkeys(recipe.blocks(model)))
     if wrap == "blocks" and not blocks:
         raise ConfigError(f"{type(recipe).__name__} names no blocks. Define Recipe.blocks, or set strategy.wrap=size.")
-    return blocks if blocks and wrap != "size" else by_size(model, least)
+    return _unshared(blocks if blocks and wrap != "size" else by_size(model, least), model)
 
 
 def by_size(model: nn.Module, least: int) -> list[nn.Module]:
@@ -37,12 +42,74 @@ def by_size(model: nn.Module, least: int) -> list[nn.Module]:
 
 def _collect(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
     """Count the parameters of ``module`` that are in no unit yet, and append units to ``chosen``."""
-    own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    left = own + sum(_collect(child, least, chosen) for child in module.children())
-    if left < least or isinstance(module, _NO_FORWARD) or module in chosen:
+    own = sum(parameter.numel() for parameter in module.parameters(recurse=isinstance(module, _READ_PARTS)))
+    parts: Iterable[nn.Module] = () if isinstance(module, _READ_PARTS) else module.children()
+    left = own + sum(_collect(child, least, chosen) for child in parts)
+    has_forward = type(module).forward is not nn.Module.forward  # a ModuleList or a ParameterDict has none
+    if left < least or not has_forward or module in chosen:
         return left
     chosen.append(module)
     return 0
+
+
+def _unshared(chosen: list[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """Return the modules of ``chosen`` with parameters that no other part of ``model`` has."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(module)
+    shared = {parameter: own for parameter, own in owners.items() if len(own) > 1}
+
+    def is_apart(unit: nn.Module) -> bool:
+        parts = set(unit.modules()) if shared else set()
+        return all(owner in parts for parameter in unit.parameters() for owner in shared.get(parameter, ()))
+
+    return [unit for unit in chosen if is_apart(unit)]
+
+
+def scalars(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters without dimensions, which cannot be sharded: every rank has them."""
+    return {parameter for parameter in model.parameters() if parameter.ndim == 0}
+
+
+def refuse_mixed_dtypes(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> None:
+    """Raise ConfigError if a unit, or the rest of the model, has trained parameters of several dtypes."""
+    taken = scalars(model)
+    for unit in (*units(recipe, model, wrap, least), model):
+        trained = [pair for pair in unit.named_parameters() if pair[1].requires_grad and pair[1] not in taken]
+        taken.update(parameter for _, parameter in trained)
+        for name, other in trained[1:]:
+            first, parameter = trained[0]
+            if other.dtype != parameter.dtype:
+                raise ConfigError(
+                    f"{first} is {_dtype(parameter)} and {name} is {_dtype(other)}: parameters that are gathered "
+                    "together need one dtype. Make them equal, make each kind a block in Recipe.blocks, or use "
+                    "strategy=ddp."
+                )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def refuse_complex(model: nn.Module, *, because: str) -> None:
+    """Raise ConfigError if a parameter is complex; ``because``: the reason, between the name and the remedy."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ConfigError(
+                f"{name} is complex, and {because}. Keep nn.Parameter(torch.view_as_real(...)), and call "
+                "torch.view_as_complex on it in forward; or use strategy=ddp."
+            )
+
+
+def refuse_scalars(model: nn.Module) -> None:
+    """Raise ConfigError if a stage of a pipeline that is to be sharded may have a parameter without dimensions."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise ConfigError(
+                f"{name} has no dimension, so that it cannot be divided over the parts of the data of a pipeline. Make "
+                "it nn.Parameter(torch.ones(1)), or set strategy.pipeline=1 or strategy.data=1."
+            )
 
 
 def refuse_sparse_gradients(model: nn.Module) -> None:
@@ -81,19 +148,3 @@ def sparse_embeddings(model: nn.Module) -> dict[str, nn.Embedding | nn.Embedding
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
-
-
-@final
-class CallingRoot(nn.Module):
-    """Holds a model, and calls any function inside the hooks of its own forward pass.
-
-    It is needed because a recipe with several updates calls parts of its model directly, in any order.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, action: Callable[[], Any]) -> Any:
-        """Call ``action``, which computes with the model or parts of it."""
-        return action()

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from worldsize.testing.loops import Case, Loop
 from worldsize.testing.loss_loops import LOSS_CASES
+from worldsize.testing.module_loops import MODULES
 from worldsize.testing.optimizer_loops import OPTIMIZERS
 from worldsize.testing.update_loops import UPDATES
 
-CASES: Sequence[Case] = (Case("plain", Loop()), *UPDATES, *LOSS_CASES, *OPTIMIZERS)
+CASES: Sequence[Case] = (Case("plain", Loop()), *MODULES, *UPDATES, *LOSS_CASES, *OPTIMIZERS)

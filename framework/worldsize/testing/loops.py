@@ -22,7 +22,9 @@ from worldsize.data.order import Order
 from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.testing.training import BATCH, SEED, cluster_with, run_in_roles, train
 
-_REMEDY = re.compile(r"\b(Set|Use|Let|Give|Define|Declare|Register|Pass|Call|Leave|Make|Freeze|Write|Keep|Return)\b")
+_REMEDY = re.compile(
+    r"\b(Set|Use|Let|Give|Define|Declare|Register|Pass|Call|Compute|Leave|Make|Freeze|Write|Keep|Return)\b"
+)
 Reference = Callable[["Case", Sequence[Batch]], Mapping[str, Tensor]]
 
 

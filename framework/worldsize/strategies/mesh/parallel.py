@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
@@ -20,8 +17,8 @@ from worldsize.strategies.detached_shards import detach_shards
 from worldsize.strategies.mesh.interruptible import InterruptibleColumn, InterruptibleRow
 from worldsize.strategies.mesh.layout import along
 from worldsize.strategies.mesh.timing import time_column, time_row
-from worldsize.strategies.step_hooks import StrategyHook
-from worldsize.strategies.wrapping import Wrap, units
+from worldsize.strategies.unit_sharding import shard_units
+from worldsize.strategies.wrapping import Wrap
 
 
 @dataclass(frozen=True)
@@ -42,9 +39,15 @@ def divide(recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: D
     if tensor.size() > 1:
         _divide_layers(recipe, model, mine, tensor, interruptible=sharding.interruptible)
     if data.size() > 1:
-        sharded = units(recipe, model, sharding.wrap, sharding.wrap_parameters)
-        for module in (*(unit for unit in sharded if unit in mine and unit not in roots), *roots):
-            fully_shard(module, mesh=data, reshard_after_forward=sharding.reshard_after_forward)
+        shard_units(
+            recipe,
+            model,
+            roots,
+            wrap=sharding.wrap,
+            least=sharding.wrap_parameters,
+            mesh=data,
+            reshard_after_forward=sharding.reshard_after_forward,
+        )
         for root in roots:
             time_sharding(root, torch.device(mesh.device_type), copies=False)
 
@@ -115,25 +118,3 @@ def keep_held(optimizer: Optimizer) -> None:
         held = [not parameter.is_meta for parameter in group["params"]]
         for key in group.keys() & {"params", "param_names"}:
             group[key] = [value for value, stays in zip(group[key], held, strict=True) if stays]
-
-
-def step_apart(optimizer: Optimizer) -> None:
-    """Separate DTensors and plain tensors into different groups during a step, since no kernel takes both."""
-    saved: list[list[dict[str, Any]]] = []
-
-    def separate() -> None:
-        saved.append(optimizer.param_groups)
-        optimizer.param_groups = [part for group in optimizer.param_groups for part in _separated(group)]
-
-    def join() -> None:
-        optimizer.param_groups = saved.pop()
-
-    optimizer.register_step_pre_hook(StrategyHook(separate))
-    optimizer.register_step_post_hook(StrategyHook(join))
-
-
-def _separated(group: dict[str, Any]) -> list[dict[str, Any]]:
-    kinds: dict[bool, list[Tensor]] = {}
-    for parameter in group["params"]:
-        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
-    return [group] if len(kinds) < 2 else [{**group, "params": own} for own in kinds.values()]

@@ -12,15 +12,16 @@ from torch.optim import Optimizer
 
 from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, Reduction, Replica, RunContext, World
 from worldsize.reproducibility.seeds import generators_kept
+from worldsize.strategies.calling_root import CallingRoot
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
-from worldsize.strategies.local_steps import step_locally
+from worldsize.strategies.local_steps import step_apart, step_locally
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.mesh.groups import MeshGroups
 from worldsize.strategies.mesh.layout import Layout, along
 from worldsize.strategies.mesh.norm import MeshNorm, WholeNorm
 from worldsize.strategies.mesh.ownership import Ownership
-from worldsize.strategies.mesh.parallel import Sharding, divide, keep_held, step_apart
+from worldsize.strategies.mesh.parallel import Sharding, divide, keep_held
 from worldsize.strategies.mesh.partition import stages_of
 from worldsize.strategies.mesh.pipeline import Pipeline, Tied
 from worldsize.strategies.mesh.replica import PipelineReplica
@@ -32,6 +33,8 @@ from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState, optimizer_of
+from worldsize.strategies.unit_guard import guard_units
+from worldsize.strategies.wrapping import refuse_scalars
 
 
 @final
@@ -95,13 +98,17 @@ class Rank:
         """Build a rank that holds a part of every layer."""
         model = deferred.model
         full_state, data = self._full_state(model), self._data(mesh)
-        divide(self.recipe, model, [model], mesh, self.sharding)
+        root = CallingRoot(model)
+        divide(self.recipe, model, [root], mesh, self.sharding)
         deferred.fill(self.context.world.device)
         model.to(self.context.world.device)
+        guard_units(root, remedy=_remedy(self.layout), names_uses=not self.context.numerics.compile)
         ranks = self._logical_ranks
-        sums = _Clipping(sharded_reducer(self.reduce, model, data, logical_ranks=ranks), self._norm(mesh, ()))
+        sums = _Clipping(sharded_reducer(self.reduce, root, data, logical_ranks=ranks), self._norm(mesh, ()))
         state, context = self._train_state(model, full_state), replace(self.context, world=data)
-        return SynchronousReplica(self.recipe, context, train_state=state, reducer=sums, logical_ranks=ranks)
+        return SynchronousReplica(
+            self.recipe, context, train_state=state, reducer=sums, logical_ranks=ranks, module=root
+        )
 
     def _stages(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
         """Build a rank that holds a part of some layers."""
@@ -112,6 +119,7 @@ class Rank:
         owned = Ownership(model, chain, pipeline=self.layout.pipeline, p=self._p)
         if self.layout.data > 1 or self.sharding.interruptible:  # there may be more parts of the data later
             owned.check_sharded_once()
+            refuse_scalars(model)
         precision = self.context.numerics.precision
         mine = [
             Stage(self.recipe, chain[index], index=index, device=device, precision=precision)
@@ -167,6 +175,12 @@ class Rank:
 def _prepare(optimizer: Optimizer) -> None:
     keep_held(optimizer)
     step_apart(optimizer)
+
+
+def _remedy(layout: Layout) -> str:
+    """Return the end of a message that a loss needs parameters that are divided over ranks."""
+    tensor = "strategy.tensor=1 and " if layout.tensor > 1 else ""
+    return f"Set {tensor}strategy.wrap=none, which gathers the whole model for each loss, or use strategy=ddp or zero."
 
 
 def _check_blocks(recipe: Recipe, model: nn.Module, numerics: Numerics) -> None:

@@ -33,7 +33,14 @@ from worldsize.strategies.mesh.rank import Rank
 from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule
 from worldsize.strategies.optimizer_trial import refuse_divided_updates, refuse_joint_updates
 from worldsize.strategies.step_hooks import recipe_hooks
-from worldsize.strategies.wrapping import Wrap, refuse_divided_matrices, refuse_fused, refuse_sparse_gradients
+from worldsize.strategies.wrapping import (
+    Wrap,
+    refuse_divided_matrices,
+    refuse_fused,
+    refuse_mixed_dtypes,
+    refuse_scalars,
+    refuse_sparse_gradients,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -119,6 +126,7 @@ class Mesh(Strategy):
         refuse_divided_updates(recipe, model, optimizer, reduce=self.reduce, heals=heals, dims=dims)
         if self.pipeline > 1:
             refuse_joint_updates(recipe, model, optimizer, because="each stage of a pipeline updates some of them")
+        refuse_mixed_dtypes(recipe, model, self.wrap, self.wrap_parameters)
         if recipe_hooks(optimizer):
             refuse_mixing_hooks(recipe, model)
         if self.tensor > 1:
@@ -127,6 +135,7 @@ class Mesh(Strategy):
             stages = stages_of(recipe, model, self._pipeline.stages, self.split)
             if self.on_failure == "heal" or (self.data or 1) > 1:
                 Ownership(model, stages, pipeline=self.pipeline, p=0).check_sharded_once()
+                refuse_scalars(model)
 
     def healing(self) -> Strategy:
         return replace(self, data=None)

@@ -188,7 +188,7 @@ class _HybridReplica(Replica):
         model.to(world.device)
         self._tables.connect([ShardLink(dialer, shard, time.time_ns()) for shard in range(strategy.servers)])
         module = self._wrapped(model)
-        sums = gradient_reducer(strategy.reduce, module, world.group)
+        sums = gradient_reducer(strategy.reduce, module or model, world.group)
         self._capture = RowGradientCapture(
             sums, partial(take_gradients, list(remotes(model))), self._rows_norm, self._approve
         )
@@ -201,10 +201,10 @@ class _HybridReplica(Replica):
         )
         self._step = self._tables.links[0].step
 
-    def _wrapped(self, model: nn.Module) -> nn.Module:
+    def _wrapped(self, model: nn.Module) -> nn.Module | None:
         dense = any(parameter.requires_grad for parameter in model.parameters())
         if self._world.size == 1 or not dense:
-            return model
+            return None
         return replicated(model, self._world)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:

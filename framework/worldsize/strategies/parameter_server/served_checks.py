@@ -7,14 +7,15 @@ from torch.optim import Optimizer
 
 from worldsize.core import ConfigError, MultiUpdateRecipe
 from worldsize.strategies.step_hooks import refuse_step_hooks
-from worldsize.strategies.wrapping import sparse_embeddings
+from worldsize.strategies.wrapping import refuse_complex, sparse_embeddings
 
 
 def check_served(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse models and optimizers that change weights that no server owns.
 
     Raises:
-        ConfigError: the model has batch statistics, or the optimizer has step hooks or no learning rate.
+        ConfigError: the model has batch statistics or complex parameters, or the optimizer has step hooks or no
+            learning rate.
     """
     refuse_step_hooks(
         optimizer,
@@ -25,6 +26,7 @@ def check_served(model: nn.Module, optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} has no learning rate (lr), by which servers scale an update. Set its lr, or "
             "use strategy=ddp."
         )
+    refuse_complex(model, because="servers hold real numbers")
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise ConfigError(

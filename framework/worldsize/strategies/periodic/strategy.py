@@ -13,6 +13,7 @@ from worldsize.strategies.alone import alone
 from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.periodic.replica import OuterOptimizer, PeriodicSyncReplica
 from worldsize.strategies.train_state import OptimizedModel
+from worldsize.strategies.wrapping import refuse_complex
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +45,7 @@ class PeriodicSyncStrategy(Strategy):
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         declare_buffers(recipe, model, trains_apart=True)
+        refuse_complex(model, because="this strategy exchanges real numbers")
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         return {"worker": Role(processes=cluster.processes)}
