@@ -12,10 +12,12 @@ from torch.optim import LBFGS, Adafactor, Adam, AdamW, Optimizer
 
 from worldsize.core import ConfigError, Recipe
 from worldsize.optimizers.muon import muon
+from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.optimizer_trial import Trial
 from worldsize.strategies.parameter_server.strategy import ParameterServer
+from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.loops import Loop, refused_early
 from worldsize.testing.optimizer_loops import Counting, Optimized, TrustRatio
@@ -159,3 +161,29 @@ def test_an_optimizer_that_takes_other_parameters_than_the_models_is_refused_by_
     (buckets,) = plan_shards(dict(state.model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
     with pytest.raises(ConfigError, match="Take parameters from the model that it is given"):
         ShardParameters(state, buckets, make=recipe.optimizer)
+
+
+class Saved(Noisy):
+    """Counts in its options, which a checkpoint has."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+            group["lr"] = 0.1 / group["taken"]
+        super().step()
+
+
+def test_counters_that_no_checkpoint_has_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert not refused_early(Single(), Optimized(lambda model: Saved(model.parameters())))
+    assert not refused_early(Single(), Optimized(lambda model: muon(model.parameters())))
+    assert not caplog.records
+    assert not refused_early(Single(), Optimized(lambda model: Counting(model.parameters(), AdamW, warmup=3)))
+    assert "Counting: its state_dict() lacks a part of its state" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [DDP, ZeRO, FSDP, Mesh])
+def test_counters_that_a_newcomer_would_not_have_are_refused_with_healing(kind: Any) -> None:
+    recipe = Optimized(lambda model: Counting(model.parameters(), AdamW, warmup=3))
+    assert not refused_early(kind(), recipe)
+    refusal = refused_early(kind(on_failure="heal"), recipe)
+    assert "a process that takes another's place does not get it. Keep it in the optimizer's state" in refusal

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from worldsize.errors import CheckpointError
@@ -17,8 +18,8 @@ def split(tree: Any) -> tuple[dict[str, Tensor], Any]:
     """Return all tensors by their path, and the tree as JSON in which each tensor is ``{"$tensor": path}``.
 
     Raises:
-        CheckpointError: a leaf is neither a tensor nor plain (None, bool, int, float, str), or two tensors have the
-            same path.
+        CheckpointError: a leaf is neither a tensor nor plain (None, bool, int, float, str; NumPy's numbers become
+            these), or two tensors have the same path.
     """
     tensors: dict[str, Tensor] = {}
     return tensors, _encoded(tree, "", tensors)
@@ -120,6 +121,8 @@ def _encoded(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return [_encoded(child, f"{path}/{index}", tensors) for index, child in enumerate(node)]
     if isinstance(node, tuple):
         return {"$tuple": [_encoded(child, f"{path}/{index}", tensors) for index, child in enumerate(node)]}
+    if isinstance(node, np.generic):
+        node = _python_value(node)
     if isinstance(node, float) and not math.isfinite(node):
         return {"$float": str(node)}
     if node is None or isinstance(node, bool | int | float | str):
@@ -130,8 +133,15 @@ def _encoded(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
+def _python_value(number: np.generic) -> Any:
+    """Return Python's number of the same value; other scalars, such as complex ones, as they are."""
+    value = number.item()
+    return value if isinstance(value, bool | int | float | str) and not isinstance(value, np.generic) else number
+
+
 def _mapping(node: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
-    children = {key: _encoded(child, f"{path}/{key}" if path else str(key), tensors) for key, child in node.items()}
+    plain = {_python_value(key) if isinstance(key, np.generic) else key: child for key, child in node.items()}
+    children = {key: _encoded(child, f"{path}/{key}" if path else str(key), tensors) for key, child in plain.items()}
     if all(isinstance(key, str) and not key.startswith("$") for key in children):
         return children
     if all(isinstance(key, str | int) for key in children):

@@ -20,7 +20,7 @@ Group = dict[str, Any]  # "params" and the options of a parameter group, as torc
 
 
 def all_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups of ``optimizer``, in their order."""
+    """Return the parameters, of any shapes, of all groups of ``optimizer``, in their order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -18,6 +18,7 @@ from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.alone import train_state_of
 from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.multi_train_state import MultiTrainState
+from worldsize.strategies.optimizer_checks import refuse_unsaved
 from worldsize.strategies.recomputed import check_passes
 from worldsize.strategies.sparse_steps import check_sparse_steps
 from worldsize.strategies.train_state import TrainState
@@ -85,6 +86,7 @@ def _failure(recipe: Recipe, strategy: Strategy, numerics: Numerics, averages: b
                 refuse_breaking(optimizer)
                 check_special(optimizer, strategy=type(strategy).__name__, trained=strategy.special_optimizers)
                 check_schedule_free(optimizer, model, schedule, averages=averages)
+                refuse_unsaved(recipe, model, optimizer, schedule)
                 strategy.check_built(recipe, model, optimizer)
                 if not strategy.serves_rows:
                     check_sparse_steps(model, optimizer)

@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from worldsize.collectives.exact import start_all_gather
 from worldsize.core import World
@@ -22,6 +23,11 @@ class AgreedLosses:
         self._world = world
         self._forms: dict[int, bool] = {}  # whether losses are weighted, by the parameters of an update
         self._share: Tensor | None = None  # scale of a summed loss in float16, agreed on for each gradient
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The group of the ranks whose gradients are summed; None: this rank alone."""
+        return self._world.group if self._world else None
 
     def check_form(self, parameters: Sequence[nn.Parameter], record: LossRecord) -> None:
         """Refuse losses that are means on some ranks and weighted sums on others, which would wait for each other.
@@ -48,12 +54,12 @@ class AgreedLosses:
             raise forms_differ(f"on rank {forms.index(0)}", f"on rank {forms.index(1)}")
 
     def fp16_share(self, weight: Tensor) -> Tensor:
-        """Return the scale of summed losses in float16 until the gradient is weighed, see :func:`fp16_share`."""
+        """Return the scale, a scalar, of summed losses in float16 until the gradient is weighed."""
         if self._share is None:
-            self._share = fp16_share(weight, self._world.group if self._world else None)
+            self._share = fp16_share(weight, self.group)
         return self._share
 
     def take_share(self) -> Tensor | None:
-        """Return the scale of the gradient that is weighed now, and forget it; None: it was not scaled."""
+        """Return the scale, a scalar, of the gradient that is weighed now, and forget it; None: it was not scaled."""
         share, self._share = self._share, None
         return share

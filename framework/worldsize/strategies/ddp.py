@@ -36,6 +36,7 @@ from worldsize.strategies.ddp_cost import ddp_cost, gathering
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
+from worldsize.strategies.optimizer_checks import refuse_unsent
 from worldsize.strategies.reducers import (
     Compression,
     CompressionKind,
@@ -139,6 +140,8 @@ class DDP(Strategy):
             refuse_healing_updates(recipe)
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+        if self.on_failure == "heal":
+            refuse_unsent(recipe, model, optimizer)
         if self.compress != "none":
             refuse_complex(model, because=f"strategy.compress={self.compress} compresses real numbers")
         scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]

@@ -16,7 +16,7 @@ from torch.optim import Adagrad, Optimizer
 
 from worldsize.collectives.per_rank import local, sharded_like
 from worldsize.optimizers.names import all_parameters
-from worldsize.strategies.optimizer_trial import ELEMENTWISE
+from worldsize.strategies.optimizer_checks import ELEMENTWISE
 from worldsize.strategies.step_hooks import StrategyHook, recipe_hooks
 
 _LOCAL = tuple(kind for kind in ELEMENTWISE if kind is not Adagrad)  # which makes its state of DTensors, before a step

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from worldsize.checkpoints.tree import split
 from worldsize.core import EvaluationBatch, Precision, Recipe, Replica, RunContext, StateDict
 from worldsize.metrics.collector import MetricCollector
 from worldsize.optimizers.schedule_free import evaluated_weights
@@ -85,17 +87,27 @@ class ModelReplica(Replica):
         self.model = train_state.model
         self.train_state = train_state
         self.reducer, self.dealing = reducer, reducer.dealing
-        self._group = None if sums_alone or self.world.size == 1 else self.world.group
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
         self._logical_ranks = logical_ranks
         declare_buffers(recipe, self.model, trains_apart=sums_alone and self.world.size > 1)
         prepare_passes(recipe, self.model, self.numerics, self.world.device)
-        self._agreed = AgreedLosses(None if self._group is None else self.world)
+        self._steps_begun = 0
+        self._agreed = AgreedLosses(None if sums_alone or self.world.size == 1 else self.world)
+
+    @property
+    def _group(self) -> ProcessGroup | None:
+        return self._agreed.group
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         with evaluated_weights(self.train_state.optimizers, self.model), self._autocast():
             collector = collected_metrics(self.recipe, self.model, batches, device=self.world.device, call=self._call)
         return collector.reduce(self.world)
+
+    def _check_saves(self) -> None:
+        """Refuse, before the second step, optimizers and schedules with values that a checkpoint cannot hold."""
+        if self._steps_begun == 1:
+            split(self.train_state.state())
+        self._steps_begun += 1
 
     def _call(self, action: Callable[[], _T]) -> _T:
         """Call ``action``, which computes with the model or parts of it."""

@@ -54,6 +54,7 @@ class MultiUpdateReplica(ModelReplica):
         self._stepped_names: set[str] = set()  # of optimizers that have stepped since the loss scale was updated
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        self._check_saves()
         rates = {name: first_rate(part.optimizer) for name, part in self._parts.items()}
         flags = ModelFlags(self.model)
         passes = [self._begun(batch, flags) for batch in micro_batches]

@@ -7,92 +7,29 @@ all of it, and a norm over all parameters needs all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from worldsize.core import ConfigError, MultiUpdateRecipe, Recipe, Reduction
+from worldsize.core import MultiUpdateRecipe, Recipe, StateDict
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.multi_train_state import optimizers_of
 from worldsize.strategies.step_hooks import enclose_steps, without_recipe_hooks
 from worldsize.strategies.substitution import substituted
 from worldsize.strategies.train_state import optimizer_of
 
-# torch's own that update each number by itself; none that is derived from them
-ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
-
 _STEPS = 6  # some algorithms begin with other steps
 _LENGTHS = (11, 7, 3, 3)  # odd, so that vectorized loops have a remainder
 _LENGTH = 37  # of a parameter with one dimension
 _OF_A_KIND = 2  # parameters of a group and a number of dimensions that are tried
 _LR = 1e-2  # the least, so that updates can be seen
-
-
-def updates_elements(recipe: Recipe, model: nn.Module, optimizer: Optimizer, *, dims: Sequence[int] = (0,)) -> bool:
-    """Return whether parts of each parameter can be updated by themselves, if it is cut along one of ``dims``.
-
-    Args:
-        recipe: Makes the optimizers.
-        model: Its model, whose tensors may be on the meta device.
-        optimizer: One of them, made before; torch's own ones are not tried.
-        dims: Dimensions along which ranks have parts.
-    """
-    if type(optimizer) in ELEMENTWISE:
-        return True
-    trial = Trial(recipe, model)
-    return trial.failure is None and all(trial.updates_parts(dim) for dim in dims)
-
-
-def refuse_divided_updates(
-    recipe: Recipe,
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    reduce: Reduction,
-    heals: bool,
-    dims: Sequence[int] = (0,),
-) -> None:
-    """Refuse an optimizer whose updates depend on where ranks cut parameters, if the cuts can move.
-
-    With ``reduce="ordered"`` bits must not depend on them, and a gang that ``heals`` moves them during training.
-
-    Raises:
-        ConfigError: parts of a parameter are updated differently than the whole.
-    """
-    if (reduce != "ordered" and not heals) or updates_elements(recipe, model, optimizer, dims=dims):
-        return
-    failure = Trial(recipe, model).failure
-    finding = (
-        f"could not be tried on small tensors ({failure})"
-        if failure
-        else "updates a parameter differently than its parts, as optimizers do that take norms"
-    )
-    raise ConfigError(
-        f"{type(optimizer).__name__} {finding}, and this strategy divides parameters at places that depend on the "
-        "number of processes. Use strategy=ddp or zero, or an optimizer that updates each number by itself, such as "
-        "optimizer=adamw"
-        f"{', or reproducibility=seeded' if reduce == 'ordered' and not heals else ''}."
-    )
-
-
-def refuse_joint_updates(recipe: Recipe, model: nn.Module, optimizer: Optimizer, *, because: str) -> None:
-    """Refuse an optimizer whose update of a parameter depends on other parameters.
-
-    Raises:
-        ConfigError: it does, for example since it takes a norm of all; the message has the reason ``because``.
-    """
-    if type(optimizer) in ELEMENTWISE:
-        return
-    trial = Trial(recipe, model)
-    if trial.failure is None and (reason := trial.joint):
-        raise ConfigError(
-            f"{type(optimizer).__name__} {reason}, and {because}. Use strategy=ddp, or an optimizer that updates each "
-            "parameter by itself, such as optimizer=adamw."
-        )
 
 
 @final
@@ -149,12 +86,51 @@ class Trial:
         """The same, of any shapes, after all steps, if they are updated whole and together."""
         return self.updated()
 
+    @property
+    def states(self) -> Sequence[StateDict]:
+        """The state of each optimizer and its schedule after some steps."""
+        schedules, states = list[LRScheduler | None](), list[StateDict]()
+
+        def schedule(optimizer: Optimizer) -> None:
+            is_one = not isinstance(self.recipe, MultiUpdateRecipe)
+            schedules.append(self.recipe.schedule(optimizer) if is_one else None)
+
+        def add_state(optimizer: Optimizer) -> None:
+            last = schedules[-1]
+            if last is not None:
+                with suppress(Exception):  # user code, which may need a metric
+                    last.step()
+            states.append({"optimizer": optimizer.state_dict(), "schedule": last.state_dict() if last else {}})
+
+        self.updated(prepare=schedule, finish=add_state)
+        return states
+
+    @property
+    def resumes(self) -> bool:
+        """Return whether an optimizer that loads the ``state_dict`` of another continues as it would."""
+        half, states = _STEPS // 2, list[StateDict]()
+        values = self.updated(
+            steps=range(half), finish=lambda optimizer: states.append(deepcopy(optimizer.state_dict()))
+        )
+        try:
+            resumed = self.updated(
+                values=values,
+                steps=range(half, _STEPS),
+                prepare=lambda optimizer: optimizer.load_state_dict(states.pop(0)),
+            )
+        except Exception:  # of any kind: optimizers are user code
+            return False
+        return all(_same(each, self.result[name]) for name, each in resumed.items())
+
     def updated(
         self,
         part: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
         *,
         own: Sequence[str] | None = None,
         prepare: Callable[[Optimizer], None] = lambda _: None,
+        finish: Callable[[Optimizer], None] = lambda _: None,
+        values: Mapping[str, Tensor] | None = None,
+        steps: Sequence[int] = range(_STEPS),
     ) -> Mapping[str, Tensor]:
         """Take all steps, and return the parameters after them, of any shapes.
 
@@ -162,8 +138,11 @@ class Trial:
             part: Returns the part of a named parameter, or of its gradient, that is updated.
             own: Names of the parameters that are updated, as a rank does that owns these; None: all that are tried.
             prepare: Prepares an optimizer for these parts.
+            finish: Called with each optimizer after its last step.
+            values: The parameters before the first step.
+            steps: Indices of the steps.
         """
-        small = {name: nn.Parameter(part(name, tensor).clone()) for name, tensor in self.values.items()}
+        small = {name: nn.Parameter(part(name, tensor).clone()) for name, tensor in (values or self.values).items()}
         parameters = dict(self.model.named_parameters())
         all_ = {name: _without_memory(each) for name, each in parameters.items() if name not in small} | small
         replacements = {id(each): all_[name] for name, each in parameters.items()}
@@ -179,11 +158,12 @@ class Trial:
             _raise_lr(optimizer)
             calls = _restrict(optimizer, updated) if own is not None else None
             with generators_kept(), torch.device("cpu"), without_recipe_hooks(optimizer):
-                torch.manual_seed(14)
-                for step in gradients:
+                for step in steps:
+                    torch.manual_seed(step)
                     for name in self._names if own is None else own:
-                        small[name].grad = part(name, step[name]).clone()
+                        small[name].grad = part(name, gradients[step][name]).clone()
                     optimizer.step()
+                finish(optimizer)
             if calls is not None and len(calls) != _STEPS:
                 raise RuntimeError("its step() does not run the hooks of torch.optim.Optimizer")
         return {name: each.detach() for name, each in small.items() if own is None or name in own}

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from worldsize.collectives.per_rank import local
 from worldsize.core import ConfigError, Recipe
 from worldsize.optimizers.names import all_parameters
-from worldsize.strategies.optimizer_trial import ELEMENTWISE, Trial, described
+from worldsize.strategies.optimizer_checks import ELEMENTWISE
+from worldsize.strategies.optimizer_trial import Trial, described
 
 _ROUNDING = 1e-2  # relative difference of updates: less if the order of sums differs, more if summands are missing
 

@@ -51,6 +51,7 @@ class SynchronousReplica(ModelReplica):
         self._parameters = list(self.model.parameters())  # cached, since it walks over all modules
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        self._check_saves()
         try:
             losses, metrics = self._computed(micro_batches)
         except BaseException:  # a gang that heals repeats the step

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam, Optimizer
@@ -17,15 +18,15 @@ from worldsize.testing.loops import Case, Loop
 class Counting(Optimizer):
     """Wraps two optimizers, one for matrices and one for the rest, and takes a share of an update in its first steps.
 
-    Neither the first one's class nor ``warmup`` is among its defaults. It counts steps in its options and in an
-    attribute.
+    Neither the first one's class nor ``warmup`` is among its defaults. It counts steps in an
+    attribute, and in its options by numbers of NumPy.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], kind: Callable[[Any], Optimizer], warmup: int) -> None:
         given = list(params)
         matrices, others = [each for each in given if each.ndim > 1], [each for each in given if each.ndim < 2]
         groups: list[dict[str, Any]] = [{"params": matrices, "lr": 0.02}, {"params": others, "lr": 0.05}]
-        super().__init__(groups, {"step": 0})
+        super().__init__(groups, {"step": np.int64(0)})
         self._inner: tuple[Optimizer, ...] = (kind(self.param_groups[:1]), SGD(self.param_groups[1:], momentum=0.9))
         self._warmup, self._taken = warmup, 0
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from worldsize.core import MultiUpdateRecipe, Recipe
 from worldsize.strategies.multi_train_state import MultiTrainState
-from worldsize.strategies.optimizer_trial import updates_elements
+from worldsize.strategies.optimizer_checks import updates_elements
 from worldsize.strategies.parameter_server.gradient_codecs import GradientCodec
 from worldsize.strategies.parameter_server.row_tables import RowRule
 from worldsize.strategies.parameter_server.served_checks import check_served

@@ -28,7 +28,7 @@ from worldsize.core import (
 )
 from worldsize.core.limits import MEBIBYTES, SECONDS
 from worldsize.strategies.declared_buffers import refuse_unserved_buffers
-from worldsize.strategies.optimizer_trial import refuse_joint_updates
+from worldsize.strategies.optimizer_checks import refuse_joint_updates
 from worldsize.strategies.parameter_server.cost import served_cost
 from worldsize.strategies.parameter_server.gradient_codecs import Compression, codec_of
 from worldsize.strategies.parameter_server.leading_server import run_server
