@@ -46,6 +46,7 @@ FOREIGN = {  # attributes of objects that are not ours, which their libraries as
     *("_opt_called", "trainer"),  # torch's schedules look at the one, modules of Lightning have the other
     *("minimum_version", "check_hostname", "verify_mode", "handlers", "propagate", "stdout", "stderr", "epilog"),
     *("value", "caption", "overflow", "keep_trailing_newline", "_worker_info"),  # shared memory, rich, jinja2, torch
+    "_worker_pids_set",  # of a loader's iterator of torch
     "atexit",  # of a finalizer
 }
 

@@ -20,7 +20,7 @@ def map_tensors(batch: Batch, function: Callable[[Tensor], Any], own: Callable[[
 
     Args:
         batch: The batch, which is not changed.
-        function: Takes and returns a tensor.
+        function: Takes and returns a tensor of any shape.
         own: Takes and returns any other object; those with ``to(device)`` are always passed to it.
     """
     if isinstance(batch, Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,7 +41,24 @@ def fetch(dataset: Any, indices: Tensor, collate: Collate = default_collate) -> 
         return tuple(tensor[indices] for tensor in dataset.tensors)
     if hasattr(dataset, "__getitems__"):
         return collate(dataset.__getitems__(indices.tolist()))
-    return collate([dataset[index] for index in indices.tolist()])
+    return collate(_samples(dataset, indices.tolist()))
+
+
+def _samples(dataset: Any, indices: list[int]) -> list[Any]:
+    samples = []
+    for index in indices:
+        samples.append(dataset[index])
+    return samples
+
+
+def sample_of(frame: FrameType | None) -> int | None:
+    """Return the sample that is loaded in a stack whose innermost frame is ``frame``; None: not known."""
+    while frame is not None:
+        if frame.f_code is _samples.__code__:
+            index: int | None = frame.f_locals.get("index")
+            return index
+        frame = frame.f_back
+    return None
 
 
 def is_iterable(dataset: Any) -> bool:

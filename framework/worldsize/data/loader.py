@@ -14,6 +14,7 @@ from worldsize.data.auto_workers import AutoWorkers
 from worldsize.data.balanced import balanced
 from worldsize.data.batches import to_device
 from worldsize.data.copies import SideStream, copied_ahead
+from worldsize.data.data_wait import DataWait, Patience
 from worldsize.data.fetch import Collate, fetch, is_iterable
 from worldsize.data.order import Order
 from worldsize.data.streams import TrainingStream
@@ -50,6 +51,7 @@ def micro_batches(
     first: int = 0,
     workers: int | AutoWorkers = 0,
     collate: Collate = default_collate,
+    patience: Patience | None = None,
 ) -> Generator[list[MicroBatch]]:
     """Yield this process's micro-batches of step ``first + 1`` and of every later one, without end.
 
@@ -63,16 +65,32 @@ def micro_batches(
         workers: processes that load map-style data ahead, of which a stream takes one; 0 loads in this process,
             as a stream does where the number is decided automatically.
         collate: makes a batch of a list of samples.
+        patience: the limits of each wait for data; None: there are none.
     """
+    wait = DataWait(patience or Patience())
+    with wait.watched():
+        yield from _micro_batches(dataset, order, device, wait, first=first, workers=workers, collate=collate)
+
+
+def _micro_batches(
+    dataset: Any,
+    order: Order,
+    device: torch.device,
+    wait: DataWait,
+    *,
+    first: int,
+    workers: int | AutoWorkers,
+    collate: Collate,
+) -> Iterator[list[MicroBatch]]:
     if is_iterable(dataset):
         if order.balanced:
             raise ConfigError("length_balanced=true changes the order of samples, which a stream does not let it do.")
         source = dataset if isinstance(dataset, TrainingStream) else TrainingStream(dataset)
         processes = workers if isinstance(workers, int) else 0  # whose place in a stream changes with each sample
-        batches = source.batches(order, first, collate, workers=processes, pinned=device.type == "cuda")
+        batches = source.batches(order, first, collate, workers=processes, pinned=device.type == "cuda", wait=wait)
         yield from _tagged((list(islice(batches, len(order.mine))) for _ in count()), order, first, device)
     else:
-        steps = _drawn(_Fetcher(dataset, order, collate), order, device, first, workers)
+        steps = _drawn(_Fetcher(dataset, order, collate), order, device, wait, first=first, workers=workers)
         if device.type == "cuda":
             yield from copied_ahead(_tagged(steps, order, first, _CPU), SideStream(device))
         else:
@@ -80,15 +98,21 @@ def micro_batches(
 
 
 def _drawn(
-    fetcher: _Fetcher, order: Order, device: torch.device, first: int, workers: int | AutoWorkers
+    fetcher: _Fetcher,
+    order: Order,
+    device: torch.device,
+    wait: DataWait,
+    *,
+    first: int,
+    workers: int | AutoWorkers,
 ) -> Iterator[list[Batch]]:
     if isinstance(workers, int):
-        return loaded(fetcher, order.mine, device, first=first, workers=workers)
+        return loaded(fetcher, order.mine, device, first=first, workers=workers, wait=wait)
 
     def make(first: int, processes: int) -> WorkerLoader:
         return WorkerLoader(fetcher, first, order.mine, device, processes)
 
-    return loaded_by(workers, make, first=first, batches=len(order.mine))
+    return loaded_by(workers, make, first=first, batches=len(order.mine), wait=wait)
 
 
 def _tagged(steps: Iterator[list[Batch]], order: Order, first: int, device: torch.device) -> Iterator[list[MicroBatch]]:

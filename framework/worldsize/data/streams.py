@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -24,10 +24,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from worldsize.checkpoints.format import STREAMS, Checkpoint
 from worldsize.checkpoints.load import read_tensors
 from worldsize.core import Batch, ConfigError, ShardedStream, WorldsizeError
+from worldsize.data.data_wait import DataWait, Patience, own_place
 from worldsize.data.endless import EndlessReader
 from worldsize.data.fetch import Collate
 from worldsize.data.order import Order
-from worldsize.data.reader_process import begin_reader, started, worker_context
+from worldsize.data.reader_process import begin_reader, place_of, shared_stacks, started, watched, worker_context
+from worldsize.data.worker_stacks import WorkerStacks
 from worldsize.reproducibility.seeds import seed_generators, stream
 
 _logger = logging.getLogger(__name__)
@@ -63,13 +65,21 @@ class TrainingStream:
         self._reading: _Reading | None = None  # in this process
 
     def batches(
-        self, order: Order, first: int, collate: Collate, *, workers: int = 0, pinned: bool = False
+        self,
+        order: Order,
+        first: int,
+        collate: Collate,
+        *,
+        workers: int = 0,
+        pinned: bool = False,
+        wait: DataWait | None = None,
     ) -> Iterator[Batch]:
         """Yield the batches of step ``first + 1`` and of every later one, of each logical rank of this process.
 
         Args:
             workers: 0 reads in this process; otherwise one process reads ahead, since more would change the order.
             pinned: Whether what it reads goes to page-locked memory, from which it is copied to a GPU.
+            wait: Watches the waits for steps, but for the first one if samples are read again; None: nobody does.
 
         Raises:
             ConfigError: the stream is empty, cannot be read by a process of its own, or does not fit its states.
@@ -78,11 +88,14 @@ class TrainingStream:
         begin = reading.begin(first, self._checkpoint)
         if workers:
             _check_alone(self._dataset)
-            steps: Iterable[_Step | WorldsizeError] = _ahead(_Ahead(reading, begin), pinned=pinned)
+            stacks = shared_stacks()
+            steps: Iterator[_Step | WorldsizeError] = _ahead(_Ahead(reading, begin), stacks, pinned=pinned)
+            place: Callable[[], str] = partial(place_of, steps, 0, stacks)
         else:
             self._reading = reading
-            steps = reading.steps(begin)
-        for step in steps:
+            steps, place = reading.steps(begin), own_place
+        unwatched = first + 1 if begin.done < begin.first else 0
+        for step in watched(steps, first, place, wait or DataWait(Patience()), unwatched, ahead=workers > 0):
             if isinstance(step, WorldsizeError):
                 raise step
             self._remembered.append(step._replace(batches=[]))
@@ -304,13 +317,13 @@ class _Ahead(IterableDataset[Any]):
             yield error
 
 
-def _ahead(steps: _Ahead, *, pinned: bool) -> Iterable[_Step | WorldsizeError]:
+def _ahead(steps: _Ahead, stacks: WorkerStacks | None, *, pinned: bool) -> Iterator[_Step | WorldsizeError]:
     loader: DataLoader[_Step | WorldsizeError] = DataLoader(
         steps,
         batch_size=None,
         collate_fn=_as_it_is,
         num_workers=1,
-        worker_init_fn=partial(begin_reader, os.getpid()),
+        worker_init_fn=partial(begin_reader, os.getpid(), stacks),
         pin_memory=pinned,
         multiprocessing_context=worker_context(),
     )

@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader
 
 from worldsize.core import Batch
 from worldsize.data.auto_workers import PREFETCHED, AutoWorkers, settling_steps
-from worldsize.data.reader_process import begin_worker, started, worker_context
+from worldsize.data.data_wait import DataWait, DataWaitError, Patience, StopBetweenSteps, own_place
+from worldsize.data.reader_process import abandon, begin_worker, place_of, shared_stacks, started, worker_context
 from worldsize.data.storage.read_counts import COUNTS
+from worldsize.data.worker_stacks import WorkerStacks
 
 Request = tuple[int, int]
 """A step, counted from 1, and the logical rank whose batch is wanted: a plain tuple, which is pickled the fastest."""
@@ -54,11 +56,29 @@ class WorkerLoader:
     ) -> None:
         self._requests = _Requests(first, logical_ranks)
         self._count = len(logical_ranks)
-        self._batches = self._loaded(fetcher, device, processes)
+        self._taken = 0  # batches
+        self._stacks: WorkerStacks | None = shared_stacks() if processes else None
+        self._loader: Iterator[_Loaded] | None = self._started(fetcher, device, processes) if processes else None
+        self._batches = (
+            map(_counted_here, self._loader) if self._loader is not None else map(fetcher.__getitems__, self._requests)
+        )
 
     def step(self) -> list[Batch]:
         """Return the batches of the next step."""
-        return [next(self._batches) for _ in range(self._count)]
+        batches = []
+        try:
+            for _ in range(self._count):
+                batches.append(next(self._batches))
+                self._taken += 1
+        except (DataWaitError, StopBetweenSteps):
+            if self._loader is not None:
+                abandon(self._loader)
+            raise
+        return batches
+
+    def place(self) -> str:
+        """Describe who loads the next batch, and where that is."""
+        return own_place() if self._loader is None else place_of(self._loader, self._taken, self._stacks)
 
     def ends(self, last: int) -> None:
         """Set the last step to load; nothing beyond it has been asked of workers yet."""
@@ -72,33 +92,45 @@ class WorkerLoader:
         """End the workers, which have loaded all there is to load and wait for more."""
         next(self._batches, None)
 
-    def _loaded(self, fetcher: Fetcher, device: torch.device, processes: int) -> Iterator[Batch]:
-        if processes == 0:
-            return map(fetcher.__getitems__, self._requests)
-        loader: DataLoader[Batch] = DataLoader(
+    def _started(self, fetcher: Fetcher, device: torch.device, processes: int) -> Iterator[_Loaded]:
+        loader: DataLoader[_Loaded] = DataLoader(
             fetcher,  # type: ignore[arg-type]  # it is no Dataset, but is asked for batches alone
             batch_sampler=self._requests,  # type: ignore[arg-type]  # a request stands for its list of indices
             collate_fn=_counted,
             num_workers=processes,
             prefetch_factor=PREFETCHED,
-            worker_init_fn=partial(begin_worker, os.getpid()),
+            worker_init_fn=partial(begin_worker, os.getpid(), self._stacks),
             pin_memory=device.type == "cuda",
             multiprocessing_context=worker_context(),
         )
-        return map(_counted_here, started(loader))
+        return started(loader)
 
 
 def loaded(
-    fetcher: Fetcher, logical_ranks: Sequence[int], device: torch.device, *, first: int, workers: int
+    fetcher: Fetcher,
+    logical_ranks: Sequence[int],
+    device: torch.device,
+    *,
+    first: int,
+    workers: int,
+    wait: DataWait | None = None,
 ) -> Iterator[list[Batch]]:
-    """Yield the batches of each step after ``first``, without end."""
+    """Yield the batches of each step after ``first``, without end; ``wait`` watches the waits for them."""
+    wait = wait or DataWait(Patience())
     loader = WorkerLoader(fetcher, first, logical_ranks, device, workers)
-    while True:
-        yield loader.step()
+    for step in count(first + 1):
+        with wait.during(step, loader.place):
+            batches = loader.step()
+        yield batches
 
 
 def loaded_by(
-    auto: AutoWorkers, make: Callable[[int, int], WorkerLoader], *, first: int, batches: int
+    auto: AutoWorkers,
+    make: Callable[[int, int], WorkerLoader],
+    *,
+    first: int,
+    batches: int,
+    wait: DataWait | None = None,
 ) -> Iterator[list[Batch]]:
     """Yield the batches of each step after ``first``, without end, from as many workers as ``auto`` decides.
 
@@ -109,11 +141,14 @@ def loaded_by(
     Args:
         make: returns a loader that begins after a step, with a number of workers.
         batches: how many a step has.
+        wait: watches the waits for them; None: nobody does.
     """
+    wait = wait or DataWait(Patience())
     loader, following = make(first, auto.number), None
     for step in count(first + 1):
         begun = auto.clock()
-        loaded = loader.step()
+        with wait.during(step, loader.place):
+            loaded = loader.step()
         ready = auto.clock()
         yield loaded
         if following is None:

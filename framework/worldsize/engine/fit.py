@@ -13,6 +13,7 @@ from torch import Tensor
 
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import Emit, Evaluated, MicroBatch, NonfiniteLossError, Replica, StepDone, StepResult, World
+from worldsize.data.data_wait import StopBetweenSteps
 from worldsize.engine.agreement import Agreement
 from worldsize.engine.before_update import BeforeUpdate
 from worldsize.engine.training_metrics import TrainingMetrics
@@ -165,13 +166,16 @@ class _Loop:
             self._save(first.step, evaluated=first.evaluated)
         if not first.evaluated and config.evaluates(first.step):
             self._evaluate(first.step)
-        is_due, reason = False, self._callbacks.ends_early()
+        is_due, reason, saved = False, self._callbacks.ends_early(), first.step
         if reason is not None:
             if config.save_at_end and config.logs_first:  # a save in flight was lost with the gang before
                 self._save(first.step, evaluated=True)
             return TrainingProgress(first.step, self._skipped, stopped_early=reason)
         for step in range(first.step + 1, config.steps + 1):
-            self._step(step, source)
+            try:
+                self._step(step, source)
+            except StopBetweenSteps:
+                return self._stop_after(step - 1, saved=saved)
             is_due = config.evaluates(step)
             if is_due and not config.saves_first(step):
                 self._evaluate(step)
@@ -184,12 +188,20 @@ class _Loop:
                 self._emit_logged(examine=False)  # a request to stop waits for nothing but the save
             if stops or config.saves(step) or self._callbacks.save_is_due(step):
                 self._save(step, evaluated=not is_due)
+                saved = step
             if stops:
                 return TrainingProgress(step, self._skipped)
         if is_due:
             self._evaluate(config.steps)
         self._emit_logged()
         return TrainingProgress(config.steps, self._skipped)
+
+    def _stop_after(self, step: int, *, saved: int) -> TrainingProgress:
+        """Save ``step``, unless it is ``saved``: the data of the next one are waited for, and the run has to end."""
+        self._emit_logged(examine=False)
+        if saved < step:
+            self._save(step, evaluated=True)
+        return TrainingProgress(step, self._skipped)
 
     def _end_early(self, step: int, reason: str) -> TrainingProgress:
         """Log and save ``step`` as the last one of the run."""

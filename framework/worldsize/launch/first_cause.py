@@ -22,6 +22,7 @@ class ProcessError(TypedDict):
     time_ns: int
     traceback: str
     is_of_host: NotRequired[bool]  # its host is lost: it has not failed itself
+    is_own: NotRequired[bool]  # it has not waited for another process, even if it ran out of time
 
 
 @final
@@ -92,11 +93,13 @@ def first_failure(failed: Sequence[Ending], silent: Sequence[Ending]) -> Failure
     """Return the first failure in time; if that rank timed out waiting, blame the peer that never arrived."""
     first = min(failed, key=lambda ending: ending.time_ns)
     cause = first.cause
-    if (_is_timeout(cause) or first.exit_code == -signal.SIGABRT) and (
+    is_own = first.error is not None and first.error.get("is_own", False)
+    waited = _is_timeout(cause) and not is_own
+    if (waited or first.exit_code == -signal.SIGABRT) and (
         report := hang_report([ending.log for ending in (*silent, *failed)])
     ):
         cause = f"{cause.rstrip()}\n{report}"
-    if _is_timeout(cause) and silent:
+    if waited and silent:
         first = min(silent, key=lambda ending: ending.beat.step if ending.beat else 0)
         at = f" at step {first.beat.step}" if first.beat else " before its first step"
         cause = f"did not answer{at} while the others waited for it, until cluster.timeout ended that.\n{cause}"

@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from worldsize.config.recorded import read_settings
 from worldsize.config.settings import Settings
 from worldsize.core import Listener, Outcome, Replica, RunContext, RunFailed, TransportFellBack, World
+from worldsize.data.data_wait import DataWaitError
 from worldsize.engine.averaging import AveragedReplica
 from worldsize.engine.before_update import BeforeUpdate
 from worldsize.errors import ConfigError, WorldsizeError
@@ -124,7 +126,8 @@ def _error_file(run: RunDirectory, placement: Placement, settings: Settings | No
 
 def _write_error(run: RunDirectory, path: Path, error: BaseException) -> None:
     text = f"{error}\n" if isinstance(error, WorldsizeError) else traceback.format_exc()
-    cause = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
+    cause: dict[str, Any] = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
+    cause["is_own"] = isinstance(error, DataWaitError)
     with suppress(OSError):  # the disk is full, or the run folder was deleted; the launching process reports that
         make_folder_of(path, run)
         path.write_text(json.dumps(cause))

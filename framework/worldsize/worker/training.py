@@ -46,6 +46,7 @@ from worldsize.worker.carried import Carried
 from worldsize.worker.checkpointing import Checkpointing
 from worldsize.worker.evaluation import evaluate_splits
 from worldsize.worker.history import History
+from worldsize.worker.patience import patience_of
 from worldsize.worker.save_interval import save_interval
 from worldsize.worker.slow_hosts import SlowHostWatch
 from worldsize.worker.step_memory import StepMemory
@@ -256,8 +257,10 @@ class Training:
             if _writes_states(settings, world):
                 states = train.states
         workers, collate = _data_workers(settings, self._emit, world.rank), collate_of(settings.recipe)
-        order = self._memory.order
-        batches = micro_batches(train, order, world.device, first=first, workers=workers, collate=collate)
+        patience = patience_of(settings, world, self._preemption)
+        batches = micro_batches(
+            train, self._memory.order, world.device, first=first, workers=workers, collate=collate, patience=patience
+        )
         return batches, states, examine
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:

@@ -1,0 +1,79 @@
+"""A wait for data is told of, ends with the place where it hangs, and ends early if all ranks stop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from worldsize.data import data_wait
+from worldsize.data.data_wait import DataWait, DataWaitError, Patience, StopBetweenSteps, own_place
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order
+from worldsize.data.shuffle import Shuffle
+
+BOUND = 4.0  # seconds, which the first batches of a worker take at most
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_wait, "_LOOK", 0.01)
+    monkeypatch.setattr(data_wait, "_WARNED", 0.02)
+
+
+def _hang() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+class Hanging(Dataset[torch.Tensor]):
+    """Sample 5 waits for ever."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            _hang()
+        return torch.tensor([float(index)])
+
+
+def _steps(workers: int) -> Iterator[object]:
+    order = Order(0, 2, 1, (0,), False, Shuffle(enabled=False))
+    patience = Patience(BOUND, speaks=True)
+    return micro_batches(Hanging(), order, torch.device("cpu"), workers=workers, patience=patience)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_hangs_is_an_error_with_its_place(workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    steps = _steps(workers)
+    with caplog.at_level(logging.WARNING, "worldsize"):
+        next(steps), next(steps)
+        with pytest.raises(DataWaitError) as error:
+            next(steps)
+    for text in (str(error.value), caplog.records[-1].getMessage()):
+        assert text.startswith("step 3 waits for its data since ")
+        assert "in _hang" in text
+    assert [record.getMessage()[:7] for record in caplog.records].count("step 3 ") == 1
+    assert "set a larger cluster.timeout" in str(error.value)
+    assert ("It loads sample 5 and is here" in str(error.value)) == (workers == 1)
+
+
+def test_a_stop_ends_the_wait_before_the_step_and_no_other_wait() -> None:
+    wait = DataWait(Patience(60.0, stops=lambda step: step == 2))
+    with wait.watched():
+        with wait.during(1, own_place):
+            threading.Event().wait(3 * data_wait._LOOK)
+        with pytest.raises(StopBetweenSteps), wait.during(2, own_place):
+            _hang()
+
+
+def test_a_wait_within_its_bound_ends_with_the_data() -> None:
+    wait = DataWait(Patience(60.0))
+    with wait.watched(), wait.during(1, own_place):
+        threading.Event().wait(3 * data_wait._LOOK)
