@@ -52,6 +52,9 @@ class ElasticReplica(Replica):
         with self._at(self._centre()):
             return self._inner.evaluate(batches)
 
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        self._inner.advance_schedules(value, step=step)
+
     def state(self) -> StateDict:
         alone, centre_n = self._inner.state(), self._centre()
         optimizer = alone["optimizer"]["state"]

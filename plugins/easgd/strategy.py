@@ -103,6 +103,10 @@ class EASGD(Strategy):
         else:
             centre.serve_asynchronously()
 
+    @property
+    def schedules_by_metric(self) -> bool:
+        return True
+
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world, meeting = context.world, context.meeting_place(needs="easgd needs its centre")
         name, registry = f"worker-{world.rank}", Registry(meeting.folder, meeting.timeout)

@@ -28,6 +28,7 @@ from worldsize.checkpoints.shards import DTYPES
 from worldsize.checkpoints.tree import join, split
 from worldsize.core import StateDict, World
 from worldsize.errors import CheckpointError, ConfigError, OtherSchemaError, SaveFailedError
+from worldsize.strategies.schedules import Schedule
 from worldsize.strategies.train_state import TrainState
 from worldsize.testing.worlds import run_in_worlds
 
@@ -358,7 +359,7 @@ def test_another_model_is_refused_before_anything_is_written_and_a_part_can_be_i
 def learning(lr: float, weight_decay: float = 0.0) -> TrainState:
     """Return a linear model whose learning rate is halved after each step."""
     optimizer = torch.optim.SGD((model := nn.Linear(2, 1)).parameters(), lr, momentum=0.9, weight_decay=weight_decay)
-    return TrainState(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
+    return TrainState(model, optimizer, Schedule(torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)))
 
 
 @pytest.mark.parametrize(

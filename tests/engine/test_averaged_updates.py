@@ -56,6 +56,7 @@ def test_a_step_counts_for_the_average_if_one_of_its_updates_was_made() -> None:
     for step in range(1, STEPS + 1):
         made = 0
         for name, loss in recipe.updates(model, (INPUTS,), step):
+            assert isinstance(name, str)
             assert isinstance(loss, Tensor)
             if name not in LOST.get(step, ()):
                 optimizers[name].zero_grad()

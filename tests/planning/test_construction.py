@@ -150,3 +150,30 @@ def test_a_model_that_does_not_fit_on_a_mesh_is_refused(kind: type[StdlibLM], st
     with pytest.raises(ConfigError, match=message):
         check_construction(recipe, strategy)
     check_construction(recipe, Mesh(data=2))
+
+
+class Insisting(torch.optim.SGD):
+    """An optimizer whose optional closure is not optional, as that of many implementations of SAM."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "Insisting requires closure, but it was not provided"
+        return super().step(closure)
+
+
+class Hasty(torch.optim.SGD):
+    """An optimizer that cannot step without gradients for a reason of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise ValueError("there is no gradient yet")
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, Insisting], ids=["LBFGS", "one that asks for it in its step"])
+@pytest.mark.parametrize("strategy", [Single(), ParameterServer()], ids=["single", "parameter server"])
+def test_an_optimizer_that_needs_a_closure_is_refused(make: Any, strategy: Strategy) -> None:
+    recipe = Digits(4, 0.1, partial(make, lr=0.1))
+    with pytest.raises(ConfigError, match=f"{make.__name__} needs a closure, with which its step computes the loss"):
+        check_construction(recipe, strategy)
+
+
+def test_an_optimizer_that_needs_gradients_is_left_to_the_run() -> None:
+    check_construction(Digits(4, 0.1, partial(Hasty, lr=0.1)), Single())

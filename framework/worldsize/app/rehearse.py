@@ -69,7 +69,12 @@ def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     settings = settings_of(cfg)
     check_trainable(settings.recipe, settings.strategy)
-    check_construction(settings.recipe, settings.strategy, settings.numerics)
+    check_construction(
+        settings.recipe,
+        settings.strategy,
+        settings.numerics,
+        schedule_metric=settings.training.schedule_metric,
+    )
     check_alone(settings)
     size = settings.cluster.processes
     ranks = chosen_ranks(settings) if options.ranks is None else _ranks(options.ranks, size)

@@ -292,6 +292,7 @@ class Schema:
     which each logical rank takes one in a step.
     ``lr``: null where the recipe's optimizer takes none, or sets its own.
     ``data_workers``: processes that load data ahead of each worker; auto: as many as make its steps shorter.
+    ``schedule_metric``: the metric by which a schedule such as ReduceLROnPlateau is advanced after each evaluation.
     ``length_balanced``: samples of similar length share a step; the data set says how long each is, by ``lengths``.
     ``init_from``: begin with the weights of a run's checkpoint, a folder of safetensors files or a state_dict file;
     ``init_from_strict=false``: weights that only one side has are left out.
@@ -313,6 +314,7 @@ class Schema:
     log_every: Annotated[int, _COUNT, _LARGEST] = 10
     evaluate_every: Annotated[int, _INTERVAL, _LARGEST] = 0
     evaluate_batch_size: Annotated[int, _COUNT, _LARGEST] = 256
+    schedule_metric: str | None = None
     data_workers: Annotated[int | str, _PROCESSES, OneOf("auto", hint="A number of processes is taken, too.")] = 0
     length_balanced: bool = False
     shuffle: ShuffleSchema = field(default_factory=ShuffleSchema)

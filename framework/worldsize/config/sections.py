@@ -54,6 +54,7 @@ class TrainingConfig:
     seed: int
     log_every: int
     evaluate_every: int
+    schedule_metric: str | None  # by which a schedule that needs one is advanced
     evaluate_batch_size: int
     data_workers: int | Literal["auto"]  # processes that load data, of each process that trains; auto: as many as help
     length_balanced: bool
@@ -68,11 +69,22 @@ class TrainingConfig:
             seed=config["seed"],
             log_every=config["log_every"],
             evaluate_every=config["evaluate_every"],
+            schedule_metric=_schedule_metric(config),
             evaluate_batch_size=config["evaluate_batch_size"],
             data_workers=config["data_workers"],
             length_balanced=config["length_balanced"],
             shuffle=Shuffle(**config["shuffle"]),
         )
+
+
+def _schedule_metric(config: Mapping[str, Any]) -> str | None:
+    name = config.get("schedule_metric")  # older runs have no such key
+    if name is not None and not config["evaluate_every"]:
+        raise ConfigError(
+            f"schedule_metric={name}: the run is evaluated at its end only. "
+            "Set evaluate_every to the steps between two evaluations."
+        )
+    return None if name is None else metric_key(*split_of(name))
 
 
 @dataclass(frozen=True)

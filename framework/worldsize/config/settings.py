@@ -239,6 +239,7 @@ def _autoscaler(
 def _evaluation(config: Mapping[str, Any], recipe: Recipe, keep: Retention) -> EvaluationConfig:
     evaluation = EvaluationConfig.of(config["evaluation"], recipe.splits())
     evaluation.check_metric(keep.best, key="checkpoint.keep.best")
+    evaluation.check_metric(config.get("schedule_metric"), key="schedule_metric")
     for group in ("early_stopping", "sweep"):
         evaluation.check_metric(config[group]["metric"], key=f"{group}.metric")
     return evaluation

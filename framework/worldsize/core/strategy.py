@@ -119,6 +119,13 @@ class Replica(ABC):
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
         """Return the metrics over the batches of all ranks: sums and counts, reduced in batch order, then divided."""
 
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        """Advance schedules that need a metric by its ``value`` in the evaluation after ``step``, alike on all ranks.
+
+        It may be repeated for a step. Only called for a strategy that ``schedules_by_metric``.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def state(self) -> StateDict:
         """Return the state to save: ``model``, ``optimizer`` and so on.
@@ -201,6 +208,11 @@ class Strategy(ABC):
     @abstractmethod
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         """Make the live replica of the process that ``context.world`` describes."""
+
+    @property
+    def schedules_by_metric(self) -> bool:
+        """Whether its replicas ``advance_schedules`` that need the metric of an evaluation."""
+        return False
 
     @property
     def default_micro_batches(self) -> int:

@@ -107,7 +107,7 @@ def _alter(cfg: DictConfig, path: Path, split: str | None) -> None:
     """Change the configuration so that its processes evaluate instead of training."""
     cfg.run.evaluates = str(path.resolve())
     cfg.logger, cfg.faults, cfg.profile.steps, cfg.init_from = None, [], None, None
-    cfg.checkpoint.keep.best = cfg.early_stopping.metric = cfg.sweep.metric = (
+    cfg.checkpoint.keep.best = cfg.early_stopping.metric = cfg.sweep.metric = cfg.schedule_metric = (
         None  # it may need metrics of another split
     )
     if split is not None:

@@ -111,7 +111,13 @@ def checked(cfg: DictConfig) -> Settings:
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     settings = settings_of(cfg)
     check_trainable(settings.recipe, settings.strategy)
-    check_construction(settings.recipe, settings.strategy, settings.numerics, averages=bool(settings.average))
+    check_construction(
+        settings.recipe,
+        settings.strategy,
+        settings.numerics,
+        averages=bool(settings.average),
+        schedule_metric=settings.training.schedule_metric,
+    )
     return settings
 
 

@@ -113,6 +113,9 @@ class AveragedReplica(Replica):
                 self._inner.trained_weights()
                 torch._foreach_copy_(self._local()[1], kept)
 
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        self._inner.advance_schedules(value, step=step)
+
     def state(self) -> StateDict:
         return {**self._inner.state(), "ema": {"weights": self._weights, "updates": self._updates}}
 

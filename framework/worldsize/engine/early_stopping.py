@@ -31,11 +31,8 @@ class EarlyStopping:
         Raises:
             ConfigError: the last evaluation has no metric of this name.
         """
-        if evaluations and self.metric not in (last := evaluations[-1][1]):
-            raise ConfigError(
-                f"early_stopping.metric={self.metric}: the evaluation has no metric "
-                f"{self.metric!r}{neighbours(self.metric, last)}"
-            )
+        if evaluations:
+            value_of(evaluations[-1][1], self.metric, key="early_stopping.metric")
         best, best_step, waited = float("inf"), 0, 0
         sign = -1 if self.direction == "max" else 1
         for step, metrics in evaluations:
@@ -54,3 +51,14 @@ class EarlyStopping:
             return f"{self.metric} was no number in {count}"
         least = f" by more than {self.min_delta:g}" if self.min_delta else ""
         return f"{self.metric} has not improved{least} in {count} on {best:.4g} of step {step}"
+
+
+def value_of(metrics: Mapping[str, float], name: str, *, key: str) -> float:
+    """Return the metric ``name``, which ``key`` of the configuration names, of an evaluation.
+
+    Raises:
+        ConfigError: the evaluation has no metric of this name.
+    """
+    if name not in metrics:
+        raise ConfigError(f"{key}={name}: the evaluation has no metric {name!r}{neighbours(name, metrics)}")
+    return metrics[name]

@@ -9,17 +9,18 @@ from functools import partial
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from worldsize.config.instantiate import described_failure
 from worldsize.core import ConfigError, MultiUpdateRecipe, Numerics, Recipe, Strategy
 from worldsize.optimizers.refused import check_schedule_free, check_special, refuse_breaking
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.alone import train_state_of
+from worldsize.strategies.closures import refuse_closures
 from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.optimizer_checks import refuse_unsaved
 from worldsize.strategies.recomputed import check_passes
+from worldsize.strategies.schedules import Schedule, check_metric
 from worldsize.strategies.sparse_steps import check_sparse_steps
 from worldsize.strategies.train_state import TrainState
 
@@ -45,12 +46,17 @@ def check_trainable(recipe: Recipe, strategy: Strategy) -> None:
 
 
 def check_construction(
-    recipe: Recipe, strategy: Strategy, numerics: Numerics | None = None, *, averages: bool = False
+    recipe: Recipe,
+    strategy: Strategy,
+    numerics: Numerics | None = None,
+    *,
+    averages: bool = False,
+    schedule_metric: str | None = None,
 ) -> None:
     """Build the model, its optimizers and their schedules on the meta device, where tensors take no memory.
 
     Then check that ``strategy`` supports them, and that ``numerics`` suit the model (None: the default ones do).
-    ``averages``: whether the run averages weights.
+    ``averages``: whether the run averages weights. ``schedule_metric``: the metric that advances its schedule.
 
     A failure is repeated on the CPU, where every process builds the model. Only the same failure on both is an error
     here; one that may be due to this host or the device is left to the processes.
@@ -60,7 +66,7 @@ def check_construction(
             ``strategy``.
     """
     numerics = numerics or Numerics()
-    failure = partial(_failure, recipe, strategy, numerics, averages)
+    failure = partial(_failure, recipe, strategy, numerics, averages, schedule_metric)
     failed = failure("meta")
     if failed is None or not _is_certain(failed):
         return
@@ -76,17 +82,23 @@ def check_construction(
     ) from again
 
 
-def _failure(recipe: Recipe, strategy: Strategy, numerics: Numerics, averages: bool, device: str) -> Exception | None:
+def _failure(
+    recipe: Recipe, strategy: Strategy, numerics: Numerics, averages: bool, metric: str | None, device: str
+) -> Exception | None:
     try:
         with generators_kept(), torch.device(device):  # the training processes are forked from this one
             model = recipe.model()
             declare_buffers(recipe, model)
             check_passes(recipe, model, numerics, serves_rows=strategy.serves_rows)
-            for optimizer, schedule in _parts(train_state_of(recipe, model)):
+            parts = [*_parts(train_state_of(recipe, model))]
+            check_metric([schedule for _, schedule in parts if schedule is not None], strategy, metric)
+            for optimizer, schedule in parts:
                 refuse_breaking(optimizer)
+                refuse_closures(optimizer)
                 check_special(optimizer, strategy=type(strategy).__name__, trained=strategy.special_optimizers)
-                check_schedule_free(optimizer, model, schedule, averages=averages)
-                refuse_unsaved(recipe, model, optimizer, schedule)
+                plain = schedule.plain if schedule else None
+                check_schedule_free(optimizer, model, plain, averages=averages)
+                refuse_unsaved(recipe, model, optimizer, plain)
                 strategy.check_built(recipe, model, optimizer)
                 if not strategy.serves_rows:
                     check_sparse_steps(model, optimizer)
@@ -95,7 +107,7 @@ def _failure(recipe: Recipe, strategy: Strategy, numerics: Numerics, averages: b
     return None
 
 
-def _parts(state: TrainState | MultiTrainState) -> Iterator[tuple[Optimizer, LRScheduler | None]]:
+def _parts(state: TrainState | MultiTrainState) -> Iterator[tuple[Optimizer, Schedule | None]]:
     for part in state.parts.values() if isinstance(state, MultiTrainState) else (state,):
         yield part.optimizer, part.schedule
 

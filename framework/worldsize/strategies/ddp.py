@@ -164,6 +164,10 @@ class DDP(Strategy):
             bucket_mb=self.bucket_mb,
         )
 
+    @property
+    def schedules_by_metric(self) -> bool:
+        return True
+
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         model = recipe.model().to(world.device)

@@ -172,6 +172,10 @@ class FSDP(Strategy):
         """Return whether shards can be added up after each micro-batch; the fixed tree needs 2^k processes for it."""
         return self.reduce != "ordered" or (processes.bit_count() == 1 and self.on_failure != "heal")
 
+    @property
+    def schedules_by_metric(self) -> bool:
+        return True
+
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         if world.size == 1:

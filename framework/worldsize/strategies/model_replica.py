@@ -120,6 +120,10 @@ class ModelReplica(Replica):
         named = self.model.state_dict(keep_vars=True)  # which first makes FSDP reshard gathered parameters
         return {name: each for name, each in named.items() if isinstance(each, nn.Parameter) and each.requires_grad}
 
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        for schedule in self.train_state.schedules:
+            schedule.advance_by(value, step=step)
+
     def state(self) -> StateDict:
         own = self.reducer.state()
         return {**self.train_state.state(), "scaler": self.scaler.state_dict(), **({"strategy": own} if own else {})}

@@ -8,13 +8,13 @@ from typing import Any, final
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from worldsize.core import ConfigError, MultiUpdateRecipe, StateDict
 from worldsize.errors import neighbours
 from worldsize.optimizers.names import named_by
 from worldsize.optimizers.schedule_free import begin_training
 from worldsize.reproducibility.seeds import drawn_apart
+from worldsize.strategies.schedules import Schedule
 from worldsize.strategies.train_state import OptimizerState, TrainState, load_weights
 
 
@@ -54,6 +54,11 @@ class MultiTrainState:
     def optimizers(self) -> Sequence[Optimizer]:
         """The optimizers in the recipe's order."""
         return [part.optimizer for part in self.parts.values()]
+
+    @property
+    def schedules(self) -> Sequence[Schedule]:
+        """The schedules in the recipe's order."""
+        return [schedule for part in self.parts.values() for schedule in part.schedules]
 
     def state(self) -> StateDict:
         """Return the state of model, optimizers and schedules, which any world size and strategy can load."""
@@ -128,7 +133,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
 
 
-def schedules_of(recipe: MultiUpdateRecipe, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
+def schedules_of(recipe: MultiUpdateRecipe, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Schedule]:
     """Make the recipe's schedules.
 
     Raises:
@@ -143,4 +148,4 @@ def schedules_of(recipe: MultiUpdateRecipe, optimizers: Mapping[str, Optimizer])
                 f"{kind}.schedules: the schedule {name!r} is that of another optimizer. Give each schedule the name "
                 "of its optimizer."
             )
-    return schedules
+    return {name: Schedule(plain) for name, plain in schedules.items()}

@@ -33,6 +33,10 @@ class Single(Strategy):
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         return Cost(whole_bytes(work), 0.0, 0.0, 0.0)
 
+    @property
+    def schedules_by_metric(self) -> bool:
+        return True
+
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         model = recipe.model().to(context.world.device)
         return alone(recipe, model, context, self.reduce)

@@ -14,7 +14,6 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from worldsize.collectives.per_rank import local, zeros_like
 from worldsize.core import Recipe, StateDict
@@ -22,6 +21,7 @@ from worldsize.optimizers.counters import counters_kept
 from worldsize.optimizers.names import all_parameters, named_by
 from worldsize.optimizers.schedule_free import begin_training, has_begun, is_schedule_free
 from worldsize.reproducibility.seeds import drawn_apart
+from worldsize.strategies.schedules import Schedule
 from worldsize.strategies.step_hooks import without_recipe_hooks
 
 
@@ -48,6 +48,10 @@ class OptimizedModel(Protocol):
     def optimizers(self) -> Sequence[Optimizer]:
         """Return the optimizers, which share no parameter."""
 
+    @property
+    def schedules(self) -> Sequence[Schedule]:
+        """Return the schedules."""
+
     def state(self) -> StateDict:
         """Return the state of all, which any world size and strategy can load."""
 
@@ -62,7 +66,7 @@ class TrainState:
 
     model: nn.Module
     optimizer: Optimizer
-    schedule: LRScheduler | None
+    schedule: Schedule | None
     sharded: OptimizerState | None = None
     """The optimizer's state if this rank holds a part of it; None: it holds all of it."""
 
@@ -70,12 +74,17 @@ class TrainState:
     def of(recipe: Recipe, model: nn.Module) -> TrainState:
         """Make the optimizer and schedule of ``recipe`` for ``model``."""
         optimizer = optimizer_of(recipe, model)
-        return TrainState(model, optimizer, recipe.schedule(optimizer))
+        return TrainState(model, optimizer, Schedule.of(recipe.schedule(optimizer)))
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """The single optimizer."""
         return (self.optimizer,)
+
+    @property
+    def schedules(self) -> Sequence[Schedule]:
+        """The schedule, if there is one."""
+        return () if self.schedule is None else (self.schedule,)
 
     def state(self) -> StateDict:
         """Return the state of model, optimizer and schedule, which any world size and strategy can load.
@@ -109,7 +118,7 @@ class TrainState:
         """Load the schedule's state, and set the learning rates of the next step."""
         if self.schedule is not None:
             self.schedule.load_state_dict(state)
-            _set_rates(self.schedule)
+            self.schedule.set_rates()
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
@@ -141,15 +150,6 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> Optimizer:
         optimizer = recipe.optimizer(model)
     begin_training(optimizer)
     return optimizer
-
-
-def _set_rates(schedule: LRScheduler) -> None:
-    """Set the next step's learning rates from the present schedule, which may be longer than the saved one."""
-    if isinstance(schedule, LambdaLR):  # torch's other schedules load their hyperparameters with their state
-        pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-        rates = [base * factor(schedule.last_epoch) for base, factor in pairs]
-        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:

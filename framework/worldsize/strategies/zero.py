@@ -32,6 +32,7 @@ from worldsize.strategies.multi_update import refuse_healing_updates, whole_mult
 from worldsize.strategies.optimizer_checks import refuse_joint_updates, refuse_unsent
 from worldsize.strategies.owned_steps import OwnedSteps
 from worldsize.strategies.reducers import gradient_reducer, interruptible_reducer
+from worldsize.strategies.schedules import Schedule
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state, multi_meta_states
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState, optimizer_of
@@ -72,6 +73,10 @@ class ZeRO(Strategy):
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         return _cost(work, cluster, bucket_mb=self.bucket_mb)
 
+    @property
+    def schedules_by_metric(self) -> bool:
+        return True
+
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         model = recipe.model().to(world.device)
@@ -98,7 +103,7 @@ class ZeRO(Strategy):
 def _sharded(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
     optimizer = optimizer_of(recipe, model)
     parts = _owned_state(model, optimizer, world, meta_state(recipe, model)["optimizer"])
-    return TrainState(model, optimizer, recipe.schedule(optimizer), parts)
+    return TrainState(model, optimizer, Schedule.of(recipe.schedule(optimizer)), parts)
 
 
 def _multi_sharded(recipe: MultiUpdateRecipe, model: nn.Module, world: World) -> MultiTrainState:

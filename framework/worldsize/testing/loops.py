@@ -41,6 +41,7 @@ class Case:
         reference: Trains on whole batches, one for each step, and returns the weights by name; None: a plain loop.
         apart: Whether a rank may refuse alone, so that the case needs processes of its own.
         tolerance: Largest difference of a weight from the reference.
+        evaluate_every: Steps between two evaluations, whose only metric advances the schedule; 0: none.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Case:
     reference: Reference | None = None
     apart: bool = False
     tolerance: float = 2e-5
+    evaluate_every: int = 0
 
     def expected(self) -> Mapping[str, Tensor]:
         """Return the weights after plain training on whole batches, by name, in the shapes of the model."""
@@ -83,9 +85,23 @@ def plain_loop(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
         if limit is not None:
             nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
-        if schedule is not None:
+        if schedule is not None and not case.evaluate_every:
             schedule.step()
+        if schedule is not None and case.evaluate_every and step % case.evaluate_every == 0:
+            advance: Any = schedule.step
+            advance(_evaluated(recipe, model))
     return model.state_dict()
+
+
+def _evaluated(recipe: Recipe, model: nn.Module) -> float:
+    """Return the only metric of the test data."""
+    data = recipe.data("test")
+    model.eval()
+    with torch.no_grad():
+        batch = fetch(data, torch.arange(len(data)), collate_of(recipe))
+        ((total, count),) = recipe.evaluate(model, batch).values()
+    model.train()
+    return float(total / count)
 
 
 def outcomes(
@@ -106,7 +122,7 @@ def outcomes(
     """
     cluster = cluster_with(strategy, size)
     total = logical_ranks or strategy.data_parallel(cluster) * max(2, strategy.default_micro_batches)
-    ended = {case.name: Outcome(refusal=refusal) for case in cases if (refusal := refused_early(strategy, case.recipe))}
+    ended = {case.name: Outcome(refusal=refusal) for case in cases if (refusal := refused_early(strategy, case))}
     left = [case for case in cases if case.name not in ended]
     serves = set(strategy.roles(cluster)) != {"worker"}
     together = [] if serves else [case for case in left if not case.apart]
@@ -116,11 +132,11 @@ def outcomes(
     return ended
 
 
-def refused_early(strategy: Strategy, recipe: Recipe) -> str:
-    """Return the refusal of ``recipe`` before a process starts; empty: there is none."""
+def refused_early(strategy: Strategy, case: Case) -> str:
+    """Return the refusal of the recipe of ``case`` before a process starts; empty: it is not refused."""
     try:
-        check_trainable(recipe, strategy)
-        check_construction(recipe, strategy)
+        check_trainable(case.recipe, strategy)
+        check_construction(case.recipe, strategy, schedule_metric="error" if case.evaluate_every else None)
     except ConfigError as refusal:
         return str(refusal)
     return ""
@@ -145,7 +161,7 @@ def _trained(
 def _outcome(strategy: Strategy, case: Case, context: RunContext, logical_ranks: int) -> Outcome:
     run = replace(context, numerics=case.numerics, logical_ranks=logical_ranks)
     try:
-        trained = train(strategy, run, case.steps, recipe=case.recipe)
+        trained = train(strategy, run, case.steps, recipe=case.recipe, evaluate_every=case.evaluate_every)
     except ConfigError as refusal:
         if case.apart:
             raise

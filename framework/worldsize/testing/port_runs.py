@@ -17,8 +17,10 @@ from worldsize.data.fetch import collate_of
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.engine.averaging import AveragedReplica, WeightAverage
+from worldsize.planning.construction import check_construction
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.strategies.alone import alone
+from worldsize.strategies.single import Single
 
 Reference = Callable[[nn.Module, Iterator[Batch]], Iterable[Any]]  # yields losses, and may return a model
 
@@ -84,7 +86,12 @@ def steps_of(recipe: Recipe, config: PortConfig, order: Order | None = None) -> 
 
 
 def recipe_trained(recipe: Recipe, config: PortConfig) -> Trained:
-    """Train ``recipe`` by a plain loop of this process."""
+    """Train ``recipe`` by a plain loop of this process.
+
+    Raises:
+        ConfigError: such a loop cannot train it.
+    """
+    check_construction(recipe, Single(), config.numerics)
     model = initial_model(recipe, config)
     context = context_of(World.alone(config.device), config)
     replica: Replica = alone(recipe, model, context)

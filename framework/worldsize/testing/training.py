@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any, final
@@ -79,6 +79,7 @@ def train(
     save: bool = False,
     perturbed: bool = False,
     recipe: Recipe = CHAIN,
+    evaluate_every: int = 0,
 ) -> Trained:
     """Train ``strategy`` in this process up to step ``steps``, or serve those that do, as its role says.
 
@@ -90,6 +91,7 @@ def train(
         save: Whether to save a checkpoint there after the last step.
         perturbed: Whether to train on a heap in disorder, which must not change a bit.
         recipe: Recipe to train.
+        evaluate_every: Steps between two evaluations, whose metric advances the recipe's schedule; 0: none.
     """
     heap, world = Heap(), context.world
     disturb = heap.perturb if perturbed else _nothing
@@ -117,16 +119,20 @@ def train(
         if serves
         else micro_batches(recipe.data("train"), order, world.device, first=first, collate=collate_of(recipe))
     )
+    part_of_world = replace(world, rank=part, size=1 if serves else parts)
+    evaluated = partial(
+        evaluate, replica, recipe.data("test"), part_of_world, batch_size=_TESTED, collate=collate_of(recipe)
+    )
     losses = []
-    for _ in range(first, steps):
+    for step in range(first + 1, steps + 1):
         disturb()
         losses.append(mean_of(gathered(replica.step(next(batches)).losses, world)))
+        if evaluate_every and step % evaluate_every == 0:
+            (value,) = evaluated().values()
+            replica.advance_schedules(value, step=step)
     if save and folder is not None:
         _save(replica, world, folder, steps)
-    part_of_world = replace(world, rank=part, size=1 if serves else parts)
-    (error,) = evaluate(
-        replica, recipe.data("test"), part_of_world, batch_size=_TESTED, collate=collate_of(recipe)
-    ).values()
+    (error,) = evaluated().values()
     moved = first == steps or any(not torch.equal(now, old) for now, old in zip(_held(replica), before, strict=True))
     model = gather_full(replica.state()["model"], world)
     replica.close(complete=True)

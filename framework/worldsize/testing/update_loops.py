@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 from torch.utils.data import default_collate
 
 from worldsize.core import Batch, Loss, MicroBatch, MultiUpdateRecipe, Numerics, Update
@@ -92,7 +92,48 @@ class ByRank(Loop):
         return super().evaluate(model, (inputs[:-1], targets))
 
 
+@dataclass(frozen=True)
+class Plateau(Loop):
+    """A program whose learning rate falls once an evaluation is not better by half than the best before."""
+
+    def schedule(self, optimizer: Optimizer) -> LRScheduler:
+        return ReduceLROnPlateau(optimizer, factor=0.3, patience=1, threshold=0.5, cooldown=1)
+
+
+@dataclass(frozen=True)
+class Closures(Loop):
+    """A program whose optimizer computes the loss several times in a step."""
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return torch.optim.LBFGS(model.parameters())
+
+
+@dataclass(frozen=True)
+class ByEpoch(Loop):
+    """A program whose schedule must be told the epoch, as those of timm."""
+
+    def schedule(self, optimizer: Optimizer) -> LRScheduler:
+        schedule: Any = _EpochSchedule()
+        return schedule  # type: ignore[no-any-return]
+
+
+@final
+class _EpochSchedule:
+    def step(self, epoch: int) -> None:
+        """Set the rate of ``epoch``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load ``state``."""
+
+
 UPDATES: Sequence[Case] = (
     Case("shared-loss", SharedLoss(), numerics=Numerics(clip_norm=0.5), reference=shared_loss),
     Case("loss-by-logical-rank", ByRank()),
+    Case("plateau", Plateau(), steps=9, evaluate_every=1),
+    Case("closures", Closures()),
+    Case("schedule-by-epoch", ByEpoch()),
 )

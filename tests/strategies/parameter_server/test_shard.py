@@ -19,6 +19,7 @@ from worldsize.strategies.parameter_server.shard_parameters import ShardParamete
 from worldsize.strategies.parameter_server.sharding import plan_shards
 from worldsize.strategies.parameter_server.step_gradients import Gradient, StepGradients
 from worldsize.strategies.parameter_server.unit_log import UnitLog
+from worldsize.strategies.schedules import Schedule
 from worldsize.strategies.train_state import TrainState
 from worldsize.transport.frames import RefusedError
 
@@ -44,7 +45,7 @@ def shard(rule: Rule) -> Shard:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     (buckets,) = plan_shards(dict(model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
     rows = Rows(TABLE, RowRule(seed=3), 0, update_of(optimizer, optimizer.param_groups[0], TABLE.name))
-    return Shard(ShardParameters(TrainState(model, optimizer, schedule), buckets, [rows], make=made), rule)
+    return Shard(ShardParameters(TrainState(model, optimizer, Schedule(schedule)), buckets, [rows], make=made), rule)
 
 
 def pushes(steps: int) -> list[Push]:

@@ -32,6 +32,7 @@ from worldsize.strategies.parameter_server.step_start import StepStart
 from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
 from worldsize.strategies.parameter_server.update_coordinator import UpdateCoordinator
 from worldsize.strategies.parameter_server.update_rounds import Reported, UpdateRounds
+from worldsize.strategies.schedules import Schedule
 from worldsize.strategies.train_state import TrainState
 
 # ---------------------------------------------------------------- what a shard goes back to
@@ -46,7 +47,7 @@ def served() -> ShardMaster:
     model = nn.Linear(3, 5)
     optimizer = made(model)
     (buckets,) = plan_shards(dict(model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
-    state = TrainState(model, optimizer, StepLR(optimizer, step_size=2, gamma=0.5))
+    state = TrainState(model, optimizer, Schedule(StepLR(optimizer, step_size=2, gamma=0.5)))
     log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
     shard = Shard(ShardParameters(state, buckets, make=made), Rule(2, requires_commit=True))
     return ShardMaster(PushReceiver(shard, None), Sessions(), log, timeout=5.0)

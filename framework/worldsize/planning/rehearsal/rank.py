@@ -270,6 +270,9 @@ class _RehearsedReplica(Replica):
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
         return self._inner.evaluate(batches)
 
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        self._inner.advance_schedules(value, step=step)
+
     def state(self) -> StateDict:
         return self._inner.state()
 

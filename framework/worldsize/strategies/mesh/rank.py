@@ -28,6 +28,7 @@ from worldsize.strategies.mesh.replica import PipelineReplica
 from worldsize.strategies.mesh.schedule import PipelineSchedule
 from worldsize.strategies.mesh.stage import Stage
 from worldsize.strategies.mesh.sums import DataParts
+from worldsize.strategies.schedules import Schedule
 from worldsize.strategies.shard_trial import refuse_wrong_updates
 from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state
@@ -92,7 +93,7 @@ class Rank:
         step_locally(optimizer)
         step_apart(optimizer)
         parts = ShardedOptimizerState(model, optimizer, full_state)
-        return TrainState(model, optimizer, self.recipe.schedule(optimizer), parts)
+        return TrainState(model, optimizer, Schedule.of(self.recipe.schedule(optimizer)), parts)
 
     def _piece(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
         """Build a rank that holds a part of every layer."""

@@ -62,6 +62,9 @@ class PipelineReplica(Replica):
     def trained_weights(self) -> Mapping[str, Tensor]:
         return self._inner.trained_weights()
 
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        self._inner.advance_schedules(value, step=step)
+
     def state(self) -> StateDict:
         return self._inner.state()
 

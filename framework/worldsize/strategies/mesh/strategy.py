@@ -178,6 +178,10 @@ class Mesh(Strategy):
     def data_rank(self, world: World) -> int:
         return self.layout(world.size).coordinate(world.rank)[1]
 
+    @property
+    def schedules_by_metric(self) -> bool:
+        return True
+
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         if world.size == 1:

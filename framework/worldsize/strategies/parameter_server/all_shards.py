@@ -43,6 +43,11 @@ class AllShards:
         self._master.weigh(step, factor)
         self._peers.command(Operation.WEIGH, {"step": step, "factor": factor})
 
+    def advance(self, value: float, step: int) -> None:
+        """Advance every shard's schedule by a metric; see :meth:`ShardMaster.advance`."""
+        self._master.advance(value, step)
+        self._peers.command(Operation.ADVANCE, {"value": value, "step": step})
+
     def norms(self) -> dict[str, list[float]]:
         """Return the norms of the pieces of the uncommitted gradient, by parameter."""
         norms = self._master.norms()

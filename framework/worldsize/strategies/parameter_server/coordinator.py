@@ -103,6 +103,9 @@ class Coordinator(Replica):
         sums, names = self._scheduler.evaluate(parts, split=batches.split, step=batches.step)
         return reduce_metrics(sums, names, self._world)
 
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        self._shards.advance(value, step)
+
     def state(self) -> StateDict:
         """Combine the states of all shards."""
         states = self._shards.states()

@@ -116,6 +116,10 @@ class HybridParameterServer(Strategy):
         pending.succession.run()
         pending.serve(leader_prefix="worker-").master.log.ended.wait()
 
+    @property
+    def schedules_by_metric(self) -> bool:
+        return self.consistency == "sync"
+
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         dialer = self._group.dialer(f"worker-{context.world.rank}", context)
         return _HybridReplica(self, recipe, context, dialer, self._rows)
@@ -246,6 +250,14 @@ class _HybridReplica(Replica):
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         self._tables.step = self._step if self._synchronous else 0
         return self._inner.evaluate(batches)
+
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        self._inner.advance_schedules(value, step=step)
+        self._settle()  # all rows of this step are updated with the old rate
+        if self._world.rank == 0:
+            self._peers.command(Operation.ADVANCE, {"value": value, "step": step})
+        if self._world.group is not None:
+            torch.distributed.barrier(self._world.group)  # and those of the next step with the new one
 
     def facts(self) -> Mapping[str, Any]:
         """Return the load of each server; only the first worker asks."""

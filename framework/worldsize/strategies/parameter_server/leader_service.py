@@ -49,6 +49,9 @@ class LeaderService:
             case Operation.WEIGH:
                 self._master.weigh(**channel.message(header))
                 channel.send(Header(CommonOperation.DONE))
+            case Operation.ADVANCE:
+                self._master.advance(**channel.message(header))
+                channel.send(Header(CommonOperation.DONE))
             case Operation.RESET:
                 self._master.reset(**channel.message(header))
                 channel.send(Header(CommonOperation.DONE))

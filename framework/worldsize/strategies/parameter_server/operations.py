@@ -26,6 +26,7 @@ class Operation(IntEnum):
     WEIGH = 46  # message: the step, and a factor for its mean gradient before NORMS; answered by DONE
     BEGIN = 47  # message: a step with several updates begins; answered by DONE
     ROLL_BACK = 48  # message: the number of updates to count on from at the step's start; answered by DONE
+    ADVANCE = 49  # message: the value of a metric, and the step after which it was evaluated; answered by DONE
 
 
 class Fields(NamedTuple):

@@ -127,6 +127,13 @@ class ShardMaster:
             self.log.changed.notify_all()
         self.log.settle(ticket)
 
+    def advance(self, value: float, step: int) -> None:
+        """Advance the schedule by the metric of the evaluation after ``step``; repeated calls have no effect."""
+        with self.log.changed:
+            ticket = self.log.forward(*message(Operation.ADVANCE, {"value": value, "step": step}))
+            self.shard.parameters.advance_schedule_by(value, step=step)
+        self.log.settle(ticket)
+
     def weigh(self, step: int, factor: float) -> None:
         """Multiply the mean gradient of ``step`` by ``factor``, once it is complete; see :meth:`Shard.weigh`.
 

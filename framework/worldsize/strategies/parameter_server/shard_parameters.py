@@ -83,6 +83,11 @@ class ShardParameters:
         for own in self._own:
             own.set_options(changed)
 
+    def advance_schedule_by(self, value: float, *, step: int) -> None:
+        """Advance a schedule that needs a metric by that of the evaluation after ``step``."""
+        if self._schedule is not None:
+            self._schedule.advance_by(value, step=step)
+
     def norms(self, gradients: Mapping[int, Gradient]) -> dict[str, list[float]]:
         """Return the L2 norm of each piece of these gradients, by parameter."""
         norms: dict[str, list[float]] = {}

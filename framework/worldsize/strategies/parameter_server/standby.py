@@ -138,6 +138,8 @@ class Succession:
                 shard.apply(**channel.message(header))
             case Operation.WEIGH:
                 shard.weigh(**channel.message(header))
+            case Operation.ADVANCE:
+                shard.parameters.advance_schedule_by(**channel.message(header))
             case Operation.RESET:
                 shard.reset(**channel.message(header))
             case CommonOperation.HEARTBEAT:

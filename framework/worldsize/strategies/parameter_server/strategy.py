@@ -165,6 +165,10 @@ class ParameterServer(Strategy):
             same=self.bound == 0,
         )
 
+    @property
+    def schedules_by_metric(self) -> bool:
+        return self.bound == 0
+
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         raise ConfigError("the processes of a parameter server serve; they have no replica. Call serve instead.")
 

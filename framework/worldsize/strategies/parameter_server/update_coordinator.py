@@ -127,6 +127,10 @@ class UpdateCoordinator(Replica):
         sums, names = self._scheduler.evaluate(parts, split=batches.split, step=batches.step)
         return reduce_metrics(sums, names, self._world)
 
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        for shards in self._shards.values():
+            shards.advance(value, step)
+
     def state(self) -> StateDict:
         """Combine the states of all shards."""
         for name, shards in self._shards.items():

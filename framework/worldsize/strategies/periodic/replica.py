@@ -72,6 +72,9 @@ class PeriodicSyncReplica(Replica):
         yield
         _copy(now, kept)
 
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        self._inner.advance_schedules(value, step=step)
+
     def state(self) -> StateDict:
         alone = self._inner.state()
         mine = {"model": alone["model"], "optimizer": alone["optimizer"]["state"]}

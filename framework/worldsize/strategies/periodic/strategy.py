@@ -53,6 +53,10 @@ class PeriodicSyncStrategy(Strategy):
     def update_parts(self, cluster: Cluster, logical_ranks: int) -> int:
         return self.data_parallel(cluster)
 
+    @property
+    def schedules_by_metric(self) -> bool:
+        return True
+
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         model = recipe.model().to(world.device)
