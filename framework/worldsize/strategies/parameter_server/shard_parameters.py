@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -72,21 +73,24 @@ class ShardParameters:
 
     def advance_schedule(self) -> None:
         """Set the learning rate of the next step, and other options that the schedule changes."""
-        if self._schedule is None:
-            return
+        if self._schedule is not None:
+            self._advance(self._schedule.step)
+
+    def advance_schedule_by(self, value: float, *, step: int) -> None:
+        """Advance a schedule that needs a metric by that of the evaluation after ``step``."""
+        if self._schedule is not None:
+            self._advance(partial(self._schedule.advance_by, value, step=step))
+
+    def _advance(self, advance: Callable[[], None]) -> None:
+        """Call ``advance``, and set the options that it changes for all buckets."""
         before = options_of(self._leading)
-        self._schedule.step()
+        advance()
         changed = [
             {name: value for name, value in options.items() if name not in old or value is not old[name]}
             for options, old in zip(options_of(self._leading), before, strict=True)
         ]
         for own in self._own:
             own.set_options(changed)
-
-    def advance_schedule_by(self, value: float, *, step: int) -> None:
-        """Advance a schedule that needs a metric by that of the evaluation after ``step``."""
-        if self._schedule is not None:
-            self._schedule.advance_by(value, step=step)
 
     def norms(self, gradients: Mapping[int, Gradient]) -> dict[str, list[float]]:
         """Return the L2 norm of each piece of these gradients, by parameter."""
