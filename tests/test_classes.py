@@ -17,9 +17,12 @@ CONSTRUCTORS = ("__init__", "__post_init__", "__new__")
 
 LINES, METHODS, FIELDS, PARAMETERS = 350, 12, 12, 7
 MANY_METHODS = {
+    "_HybridReplica": "what a replica does, for dense parameters and for rows on servers",
     "Mesh": "the answers of a strategy, of which a mesh has its own to nearly all questions",
+    "ParameterServer": "the answers of a strategy, nearly all of them its own",
     "Recipe": "a question each that a strategy may ask of a model; all but five have an answer",
     "RunFacts": "a fact each that a LightningModule may ask of its Trainer",
+    "ShardMaster": "a request each that a server answers",
     "StrategyContract": "a promise each that every strategy keeps",
     "Strategy": "a question each that the launcher or the planner may ask; all but two have an answer",
     "StdlibLM": "answers nearly every question that a strategy may ask of a recipe",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import LBFGS, Adafactor, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 from worldsize.core import ConfigError, Recipe
 from worldsize.optimizers.muon import muon
@@ -111,8 +111,12 @@ def test_a_trial_leaves_the_model_and_the_random_numbers_as_they_are() -> None:
 
 
 def test_an_optimizer_that_cannot_be_tried_is_refused_where_bits_depend_on_cuts() -> None:
-    recipe = Optimized(lambda model: LBFGS(model.parameters()))
-    assert "LBFGS.step() missing" in refused_early(FSDP(reduce="ordered"), recipe)
+    class Hasty(SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ValueError("there is no first gradient")
+
+    recipe = Optimized(lambda model: Hasty(model.parameters(), lr=0.1))
+    assert "there is no first gradient" in refused_early(FSDP(reduce="ordered"), recipe)
     assert not refused_early(ZeRO(), recipe)
 
 

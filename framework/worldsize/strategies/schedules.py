@@ -94,15 +94,18 @@ def _needs_metric(plain: Any) -> bool:
     return bool(needed)
 
 
-def check_metric(schedules: Sequence[Schedule], strategy: Strategy, metric: str | None) -> None:
-    """Raise ConfigError unless the run names a metric (key ``schedule_metric``) exactly if a schedule needs one."""
+def check_metric(schedules: Sequence[Schedule], strategy: Strategy | None, metric: str | None) -> None:
+    """Raise ConfigError unless the run names a metric (key ``schedule_metric``) exactly if a schedule needs one.
+
+    ``strategy``: the strategy of the run; None: a plain loop.
+    """
     needing = [type(schedule.plain).__name__ for schedule in schedules if schedule.needs_metric]
     if not needing and metric is not None:
         raise ConfigError(
             f"schedule_metric={metric}: the recipe has no schedule that is advanced by a metric. "
             "Set schedule_metric=null, or return one such as ReduceLROnPlateau from schedule."
         )
-    if needing and not strategy.schedules_by_metric:
+    if needing and strategy is not None and not strategy.schedules_by_metric:
         raise ConfigError(
             f"{needing[0]} is advanced by the metric of an evaluation between two steps, and steps overlap under this "
             f"{type(strategy).__name__}. Set strategy=ddp, or use a schedule that is advanced after each update."

@@ -20,6 +20,7 @@ from worldsize.core import Batch, ConfigError, Numerics, Recipe, RunContext, Str
 from worldsize.data.fetch import collate_of, fetch
 from worldsize.data.order import Order
 from worldsize.planning.construction import check_construction, check_trainable
+from worldsize.testing.recipes import ByMetric
 from worldsize.testing.training import BATCH, SEED, cluster_with, run_in_roles, train
 
 _REMEDY = re.compile(
@@ -41,7 +42,6 @@ class Case:
         reference: Trains on whole batches, one for each step, and returns the weights by name; None: a plain loop.
         apart: Whether a rank may refuse alone, so that the case needs processes of its own.
         tolerance: Largest difference of a weight from the reference.
-        evaluate_every: Steps between two evaluations, whose only metric advances the schedule; 0: none.
     """
 
     name: str
@@ -51,7 +51,6 @@ class Case:
     reference: Reference | None = None
     apart: bool = False
     tolerance: float = 2e-5
-    evaluate_every: int = 0
 
     def expected(self) -> Mapping[str, Tensor]:
         """Return the weights after plain training on whole batches, by name, in the shapes of the model."""
@@ -85,11 +84,11 @@ def plain_loop(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
         if limit is not None:
             nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
-        if schedule is not None and not case.evaluate_every:
+        if schedule is not None and not isinstance(recipe, ByMetric):
             schedule.step()
-        if schedule is not None and case.evaluate_every and step % case.evaluate_every == 0:
-            advance: Any = schedule.step
-            advance(_evaluated(recipe, model))
+        elif isinstance(recipe, ByMetric) and step % recipe.evaluate_every == 0:
+            advance: Any = schedule
+            advance.step(_evaluated(recipe, model))
     return model.state_dict()
 
 
@@ -122,7 +121,7 @@ def outcomes(
     """
     cluster = cluster_with(strategy, size)
     total = logical_ranks or strategy.data_parallel(cluster) * max(2, strategy.default_micro_batches)
-    ended = {case.name: Outcome(refusal=refusal) for case in cases if (refusal := refused_early(strategy, case))}
+    ended = {case.name: Outcome(refusal=refusal) for case in cases if (refusal := refused_early(strategy, case.recipe))}
     left = [case for case in cases if case.name not in ended]
     serves = set(strategy.roles(cluster)) != {"worker"}
     together = [] if serves else [case for case in left if not case.apart]
@@ -132,11 +131,11 @@ def outcomes(
     return ended
 
 
-def refused_early(strategy: Strategy, case: Case) -> str:
-    """Return the refusal of the recipe of ``case`` before a process starts; empty: it is not refused."""
+def refused_early(strategy: Strategy, recipe: Recipe) -> str:
+    """Return the refusal of ``recipe`` before a process starts; empty: it is not refused."""
     try:
-        check_trainable(case.recipe, strategy)
-        check_construction(case.recipe, strategy, schedule_metric="error" if case.evaluate_every else None)
+        check_trainable(recipe, strategy)
+        check_construction(recipe, strategy, schedule_metric="error" if isinstance(recipe, ByMetric) else None)
     except ConfigError as refusal:
         return str(refusal)
     return ""
@@ -161,7 +160,7 @@ def _trained(
 def _outcome(strategy: Strategy, case: Case, context: RunContext, logical_ranks: int) -> Outcome:
     run = replace(context, numerics=case.numerics, logical_ranks=logical_ranks)
     try:
-        trained = train(strategy, run, case.steps, recipe=case.recipe, evaluate_every=case.evaluate_every)
+        trained = train(strategy, run, case.steps, recipe=case.recipe)
     except ConfigError as refusal:
         if case.apart:
             raise

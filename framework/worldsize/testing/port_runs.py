@@ -17,10 +17,10 @@ from worldsize.data.fetch import collate_of
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.engine.averaging import AveragedReplica, WeightAverage
-from worldsize.planning.construction import check_construction
 from worldsize.reproducibility.seeds import seed_generators, stream
-from worldsize.strategies.alone import alone
-from worldsize.strategies.single import Single
+from worldsize.strategies.alone import alone, train_state_of
+from worldsize.strategies.closures import refuse_closures
+from worldsize.strategies.schedules import check_metric
 
 Reference = Callable[[nn.Module, Iterator[Batch]], Iterable[Any]]  # yields losses, and may return a model
 
@@ -91,7 +91,10 @@ def recipe_trained(recipe: Recipe, config: PortConfig) -> Trained:
     Raises:
         ConfigError: such a loop cannot train it.
     """
-    check_construction(recipe, Single(), config.numerics)
+    unused = train_state_of(recipe, initial_model(recipe, config))
+    check_metric(unused.schedules, None, metric=None)
+    for optimizer in unused.optimizers:
+        refuse_closures(optimizer)
     model = initial_model(recipe, config)
     context = context_of(World.alone(config.device), config)
     replica: Replica = alone(recipe, model, context)

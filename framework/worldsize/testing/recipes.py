@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,12 @@ class Chain(Recipe):
         blocks = [name for name, module in model.named_modules() if isinstance(module, _Block)]
         styles: dict[str, TensorStyle] = {"up": "column", "down": "row"}
         return {f"{block}.{name}": style for block in blocks for name, style in styles.items()}
+
+
+class ByMetric(Recipe):
+    """Base of recipes whose schedule is advanced by their only metric, every ``evaluate_every`` steps."""
+
+    evaluate_every: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from worldsize.engine.heap import Heap
 from worldsize.testing.evaluation import evaluate
 from worldsize.testing.plain import plain_step
 from worldsize.testing.port_runs import mean_of
-from worldsize.testing.recipes import Chain
+from worldsize.testing.recipes import ByMetric, Chain
 from worldsize.testing.worlds import gathered, run_in_worlds
 from worldsize.world.roles import role_ranks
 from worldsize.world.scratch import temporary_folder
@@ -79,7 +79,6 @@ def train(
     save: bool = False,
     perturbed: bool = False,
     recipe: Recipe = CHAIN,
-    evaluate_every: int = 0,
 ) -> Trained:
     """Train ``strategy`` in this process up to step ``steps``, or serve those that do, as its role says.
 
@@ -90,8 +89,7 @@ def train(
         folder: Folder of checkpoints; training goes on from the newest one in it.
         save: Whether to save a checkpoint there after the last step.
         perturbed: Whether to train on a heap in disorder, which must not change a bit.
-        recipe: Recipe to train.
-        evaluate_every: Steps between two evaluations, whose metric advances the recipe's schedule; 0: none.
+        recipe: Recipe to train; a :class:`~worldsize.testing.recipes.ByMetric` is evaluated in between, too.
     """
     heap, world = Heap(), context.world
     disturb = heap.perturb if perturbed else _nothing
@@ -127,7 +125,7 @@ def train(
     for step in range(first + 1, steps + 1):
         disturb()
         losses.append(mean_of(gathered(replica.step(next(batches)).losses, world)))
-        if evaluate_every and step % evaluate_every == 0:
+        if isinstance(recipe, ByMetric) and step % recipe.evaluate_every == 0:
             (value,) = evaluated().values()
             replica.advance_schedules(value, step=step)
     if save and folder is not None:

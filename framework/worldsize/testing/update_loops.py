@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from worldsize.core import Batch, Loss, MicroBatch, MultiUpdateRecipe, Numerics, Update
 from worldsize.testing.loops import Case, Loop
+from worldsize.testing.recipes import ByMetric
 from worldsize.testing.training import BATCH
 
 
@@ -93,7 +94,7 @@ class ByRank(Loop):
 
 
 @dataclass(frozen=True)
-class Plateau(Loop):
+class Plateau(Loop, ByMetric):
     """A program whose learning rate falls once an evaluation is not better by half than the best before."""
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler:
@@ -133,7 +134,7 @@ class _EpochSchedule:
 UPDATES: Sequence[Case] = (
     Case("shared-loss", SharedLoss(), numerics=Numerics(clip_norm=0.5), reference=shared_loss),
     Case("loss-by-logical-rank", ByRank()),
-    Case("plateau", Plateau(), steps=9, evaluate_every=1),
+    Case("plateau", Plateau(), steps=9),
     Case("closures", Closures()),
     Case("schedule-by-epoch", ByEpoch()),
 )

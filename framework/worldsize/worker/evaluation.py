@@ -10,11 +10,13 @@ from typing import Any, final
 
 from worldsize.checkpoints.format import read
 from worldsize.checkpoints.load import load
+from worldsize.config.sections import TrainingConfig
 from worldsize.config.settings import Settings
 from worldsize.core import EvaluationBatch, EvaluationBatches, Replica, World, metric_key
 from worldsize.data.evaluation import evaluation_batches
 from worldsize.data.fetch import collate_of
 from worldsize.engine.averaging import evaluate_all
+from worldsize.engine.early_stopping import value_of
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import write_result
 from worldsize.reproducibility.seeds import seed_generators, stream
@@ -61,6 +63,16 @@ def evaluate_splits(
         return metrics
 
     return evaluate_all(replica, evaluated)
+
+
+def advance_schedules(replica: Replica, training: TrainingConfig, metrics: Mapping[str, float], *, step: int) -> None:
+    """Advance schedules that need a metric by those of the evaluation after ``step``, if it is a regular one.
+
+    The last evaluation of a run may not be one: a longer run does not have it.
+    """
+    if training.schedule_metric is not None and step % training.evaluate_every == 0:
+        value = value_of(metrics, training.schedule_metric, key="schedule_metric")
+        replica.advance_schedules(value, step=step)
 
 
 def evaluate_alone(settings: Settings, run: RunDirectory, world: World, replica: Replica, path: Path) -> None:

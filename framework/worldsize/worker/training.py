@@ -34,7 +34,6 @@ from worldsize.data.auto_workers import AutoWorkers
 from worldsize.data.fetch import collate_of, is_iterable
 from worldsize.data.loader import micro_batches
 from worldsize.data.streams import TrainingStream
-from worldsize.engine.early_stopping import value_of
 from worldsize.engine.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.observe.health.files import why_host_is_slow
 from worldsize.observe.profile import peak_device_bytes, traced
@@ -45,7 +44,7 @@ from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.carried import Carried
 from worldsize.worker.checkpointing import Checkpointing
-from worldsize.worker.evaluation import evaluate_splits
+from worldsize.worker.evaluation import advance_schedules, evaluate_splits
 from worldsize.worker.history import History
 from worldsize.worker.patience import patience_of
 from worldsize.worker.save_interval import save_interval
@@ -148,16 +147,6 @@ class Training:
                 dist.broadcast_object_list(logged, group=self._world.group, group_src=0)
             self._history.evaluations = logged[0]
 
-    def _advance_schedules(self, metrics: Mapping[str, float], step: int) -> None:
-        """Advance schedules that need a metric, after each of the regular evaluations.
-
-        A longer run does not have the evaluation at the end of a shorter one.
-        """
-        training = self._settings.training
-        if training.schedule_metric is not None and step % training.evaluate_every == 0:
-            value = value_of(metrics, training.schedule_metric, key="schedule_metric")
-            self._replica.advance_schedules(value, step=step)
-
     def _ends_early(self) -> str | None:
         rule = self._settings.early_stopping
         return rule.reason(self._history.evaluations) if rule else None
@@ -211,7 +200,7 @@ class Training:
             settings.faults.at("evaluate:begin")
             with self._checkpoints.uncounted():
                 metrics = evaluate_splits(self._replica, data, splits, step=step, part=part)
-            self._advance_schedules(metrics, step)
+            advance_schedules(self._replica, settings.training, metrics, step=step)
             return metrics
 
         callbacks = LoopCallbacks(
