@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -289,6 +289,22 @@ def test_a_recipe_that_calls_its_model_twice_is_refused() -> None:
     assert output(torch.ones(3), more=1).sum() == 2
     with pytest.raises(ConfigError, match="calls its model twice"):
         output()
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda model: sum(each.sum() for each in model.parameters()), r"uses parameters\(\)"),
+        (lambda model: model.head(torch.ones(1)), "uses head"),
+        (lambda model: model[0], r"uses \[0\]"),
+        (lambda model: list(model.modules()), r"uses modules\(\)"),
+        (lambda model: model.get_submodule("body"), "uses body"),
+    ],
+    ids=["parameters", "part", "item", "modules", "submodule"],
+)
+def test_a_loss_in_a_pipeline_uses_no_more_than_the_output(use: Callable[[Any], Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{said} of its model.*Set strategy.pipeline=1"):
+        use(KnownOutput(torch.ones(2)))
 
 
 class Plain(Recipe):

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from worldsize.core import Cluster, ConfigError
 from worldsize.strategies.fsdp import FSDP
-from worldsize.strategies.wrapping import by_size, units
+from worldsize.strategies.wrapping import by_size, refuse_mixed_dtypes, units
 from worldsize.testing.recipes import Chain
 
 STDLIB = ("recipe=stdlib_lm", "steps=4", "recipe.width=32", "recipe.depth=2", "recipe.test_bytes=20000")
@@ -28,6 +29,23 @@ def test_blocks_come_from_the_recipe() -> None:
     recipe = Chain(depth=3)
     model = recipe.model()
     assert units(recipe, model, "auto", 1) == list(recipe.blocks(model)) == list(model.children())[1:4]
+
+
+def test_a_module_is_no_unit_whose_parameters_others_use() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, dim_feedforward=16)
+    embed, head = nn.Embedding(9, 8), nn.Linear(8, 9, bias=False)
+    head.weight = embed.weight
+    model = nn.Sequential(embed, layer, nn.ParameterList([nn.Parameter(torch.ones(50))]), head)
+    expected: list[nn.Module] = [layer.self_attn, layer.linear1, layer.linear2]
+    assert units(Chain(), model, "size", 60) == expected
+    assert units(Chain(), model, "none", 60) == []
+
+
+def test_dtypes_of_one_unit_that_differ_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    refuse_mixed_dtypes(Chain(), model, "size", 1)
+    with pytest.raises(ConfigError, match=r"0\.weight is float32 and 1\.weight is bfloat16.*Make them equal"):
+        refuse_mixed_dtypes(Chain(), model, "none", 1)
 
 
 class _Plain(Chain):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,11 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @final
 class KnownOutput(nn.Module):
-    """Replaces the model whose output the stages have computed: returns that output, once."""
+    """Replaces the model whose output the stages have computed: returns that output, once.
+
+    It refuses everything else that a recipe may ask of a model, since this rank has only some of its layers: an empty
+    list of parameters would make a penalty zero.
+    """
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
@@ -31,6 +35,36 @@ class KnownOutput(nn.Module):
             )
         output, self._output = self._output, None
         return output
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise self._refusal(name)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise self._refusal(f"[{index!r}]")
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._refusal("parameters()")
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._refusal("buffers()")
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._refusal("modules()")
+
+    def named_children(self) -> NoReturn:
+        raise self._refusal("children()")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._refusal("state_dict()")
+
+    @staticmethod
+    def _refusal(what: str) -> ConfigError:
+        return ConfigError(
+            f"the recipe's loss or evaluation uses {what} of its model, and no process of a pipeline has the whole "
+            "model. Set strategy.pipeline=1, or use no more than the output of model(...)."
+        )
 
 
 @final
