@@ -20,5 +20,8 @@ def test_a_kill_at_each_point_of_a_step_costs_no_bit(train: Any, strategy: str) 
     run = train(*disturbed(strategy, POINTS), WORLDSIZE_PLUGINS=BENCHMARKS)
     assert run.code == 0, run.error
     assert lost(run.json("run_manifest.json")) == len(POINTS)
+    (attempt,) = run.json("run_manifest.json")["attempts"]
+    assert attempt["steps"] == [0, alone.json("result.json")["steps"]]
     actual, expected = run.json("result.json"), alone.json("result.json")
     assert {key: actual[key] for key in SAME} == {key: expected[key] for key in SAME}
+    assert 0 <= actual["goodput"]["fraction"] <= 1

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,41 @@ def test_a_killed_run_ended_when_it_last_wrote_and_keeps_its_results(run: Path) 
     (run / "metrics.jsonl").touch()
     for path in run.iterdir():
         os.utime(path, (0, 0))
-    os.utime(run / "metrics.jsonl", (86400, 86400))
+    wrote = 86400 * 365 * 100  # in 2069
+    os.utime(run / "metrics.jsonl", (wrote, wrote))
     manifest = look(RunDirectory(run)).manifest
     last = manifest["attempts"][-1]
     assert (last["exit_reason"], last["exit_code"], last["end"]) == (
         "killed",
         None,
-        "1970-01-02T00:00:00+00:00",
+        "2069-12-07T00:00:00+00:00",
     )
     assert manifest["results"] is None
     assert look(RunDirectory(run)).manifest == manifest
+
+
+def test_a_run_that_wrote_before_it_began_ended_when_it_began(run: Path) -> None:
+    """The clock was set back, or files were restored from a copy."""
+    for path in run.iterdir():
+        os.utime(path, (0, 0))
+    last = look(RunDirectory(run)).manifest["attempts"][-1]
+    assert last["end_at"] == last["start_at"]
+
+
+def test_a_clock_that_is_set_back_makes_no_time_negative(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt lasts as long as by the monotonic clock; what other processes say is bounded."""
+    day, now = 86400.0, time.time
+    with opened(RunDirectory(run)) as record:
+        for _ in range(2):
+            record.begin_attempt([], world_size=1)
+            monkeypatch.setattr(time, "time", lambda: now() - day)
+            record.end_attempt(Outcome("completed", 0, steps=(0, 5), first_step_at=time.time()))
+    *_, first, second = read_manifest(run / "run_manifest.json")["attempts"]
+    measured = read_manifest(run / "run_manifest.json")["results"]["goodput"]
+    assert 0 <= first["end_at"] - first["start_at"] < day / 2
+    assert second["start_at"] < first["end_at"] - day / 2, "the clock says so"
+    assert 0 <= measured["useful_seconds"] <= measured["total_seconds"] < day / 2
+    assert all(seconds >= 0 for seconds in measured["recover_seconds"])
 
 
 def test_a_file_of_the_far_future_or_of_before_1970_makes_no_date_impossible(

@@ -144,7 +144,17 @@ class _Healing(Job):
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """Combine the outcomes of a run's hosts; the first failure in time is the cause."""
+    """Combine the outcomes of a run's hosts; the first failure in time is the cause.
+
+    The processes of a host may all wait or be dead, in a gang that heals: the last step is the newest of any host.
+    """
+    outcome, last = _first(outcomes), max((each.steps[1] for each in outcomes if each.steps), default=0)
+    if not outcome.memberships or not outcome.steps:
+        return outcome
+    return replace(outcome, steps=(outcome.steps[0], last))
+
+
+def _first(outcomes: Sequence[Outcome]) -> Outcome:
     failed = [outcome for outcome in outcomes if outcome.failure]
     if failed:
         return min(failed, key=lambda outcome: outcome.failure.time_ns if outcome.failure else 0)

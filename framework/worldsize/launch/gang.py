@@ -151,5 +151,7 @@ class Gang(Job):
         if self._server is None or not self._server.records:
             return outcome
         records = self._server.records
-        steps = (records[0]["first"], outcome.steps[1]) if outcome.steps else None  # newcomers began later
+        # newcomers began later, and those that wait or have died did not complete the last steps
+        last = max((ending.beat.done for ending in deciding if ending.beat), default=0)
+        steps = (records[0]["first"], last) if outcome.steps else None
         return replace(outcome, memberships=records, steps=steps, first_step_at=records[0]["began"])

@@ -54,6 +54,7 @@ class Roster:
     _begun: dict[int, bool] = field(default_factory=dict)  # members that train; True: they have trained a few steps
     _lost: dict[int, str] = field(default_factory=dict)  # since the membership began
     _is_complete: bool = False  # a member has trained to the end, and all others have done all steps
+    _ended: float = 0.0  # when members of the last membership were told to stop, by the monotonic clock
     _since: float | None = field(default_factory=time.monotonic)  # when members were told to stop; None: they train
 
     def __post_init__(self) -> None:
@@ -78,7 +79,7 @@ class Roster:
                 self._begun[rank] = False
                 self.records[-1]["first"] = first  # earlier than any member's own step if a part of that was lost
                 if self.records[-1]["began"] is None and self._begun.keys() >= set(self.members):
-                    self.records[-1]["began"] = time.time()
+                    self.records[-1]["began"] = self.records[-1]["ended"] + time.monotonic() - self._ended
             case {"trained": int(number)} if number == self.number:
                 self._begun[rank] = True
         self._change()
@@ -171,6 +172,7 @@ class Roster:
         elif not members:
             return
         steps = tuple(self._stopped[rank] for rank in members)
+        self._ended = self._since
         ended = time.time() - (time.monotonic() - self._since)
         self.number, self._since = self.number + 1, None
         changed = {*members, *self.members} - ({*members} & {*self.members})

@@ -171,6 +171,7 @@ class RunRecord:
         self._manifest, self._lock, self._own = manifest, lock, is_own(manifest)
         self._version = self._version_on_disk()
         self._attempt: Attempt | None = None  # the one that this process has begun and not ended
+        self._begun = 0.0  # when it did, by the monotonic clock
 
     @property
     def manifest(self) -> Manifest:
@@ -231,6 +232,7 @@ class RunRecord:
         self._attempt, earlier = attempt, list(self.attempts)
         if (lost := lost_first(os.environ)) and earlier and earlier[-1]["exit_reason"] == "killed":
             earlier[-1] = {**earlier[-1], "lost_host": lost}
+        self._begun = time.monotonic()
         _reserve(self.directory)
         self._write({**self.manifest, "attempts": [*earlier, self._attempt]})
         _rewind_metrics(self.directory)  # before anybody follows the file
@@ -246,7 +248,7 @@ class RunRecord:
         if self.directory.transport.exists():
             facts["transport"] = json.loads(self.directory.transport.read_text())
             self.directory.transport.unlink()
-        manifest = _with_end(self.manifest, end=_now(), end_at=time.time(), **facts)
+        manifest = _with_end(self.manifest, **facts, **self._end())
         results = {**_result(self.directory, outcome), "goodput": goodput(manifest["attempts"])}
         self._write({**claim(manifest), "results": results})
         self._attempt = None
@@ -259,8 +261,14 @@ class RunRecord:
             if self._attempt is not None:
                 attempts = [*self.attempts[: self._attempt["number"] - 1], self._attempt]
                 manifest = {**self.manifest, "attempts": attempts, "results": {"exit_reason": "failed"}}
-                ended = {"end": _now(), "end_at": time.time(), "exit_reason": "failed", "exit_code": 1}
-                self._write(_with_end(manifest, **ended))
+                self._write(_with_end(manifest, **self._end(), exit_reason="failed", exit_code=1))
+
+    def _end(self) -> dict[str, Any]:
+        """Return the end of the attempt, counted from its start: the clock may have been set since."""
+        if self._attempt is None:
+            return {"end": _now(), "end_at": time.time()}  # of an attempt that another process has begun
+        end = self._attempt["start_at"] + time.monotonic() - self._begun
+        return {"end": _formatted(end), "end_at": end}
 
     def close(self) -> None:
         """Release the lock."""
@@ -295,9 +303,8 @@ def _settle(directory: RunDirectory) -> Manifest:
     """Return the manifest, amended if it says "running"; the caller holds the lock, so nothing is."""
     manifest: Manifest = read_manifest(directory.manifest)
     if _says_running(manifest):
-        last = _last_written(directory.path)
-        end = datetime.fromtimestamp(last, UTC).isoformat(timespec="seconds")
-        ended = _with_end(manifest, end=end, end_at=last, exit_reason="killed", exit_code=None)
+        last = max(_last_written(directory.path), manifest["attempts"][-1]["start_at"])
+        ended = _with_end(manifest, end=_formatted(last), end_at=last, exit_reason="killed", exit_code=None)
         directory.reserve.unlink(missing_ok=True)
         manifest = write_manifest(directory.manifest, ended, own=is_own(manifest))
     return manifest
@@ -341,4 +348,9 @@ def _result(directory: RunDirectory, outcome: Outcome) -> dict[str, Any]:
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return _formatted(time.time())
+
+
+def _formatted(seconds: float) -> str:
+    """Return Unix time as ISO 8601 in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

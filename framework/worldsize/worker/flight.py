@@ -184,7 +184,7 @@ def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:
         "number": entry["collective_seq_id"] or entry["p2p_seq_id"],
         "group": " ".join(entry["process_group"]),
         "sizes": entry["input_sizes"],
-        "seconds": (time.time_ns() - entry["time_created_ns"]) / 1e9,
+        "seconds": max(time.time_ns() - entry["time_created_ns"], 0) / 1e9,
     }
 
 

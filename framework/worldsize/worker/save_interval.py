@@ -140,7 +140,7 @@ def save_interval(settings: Settings, run: RunDirectory, group: ProcessGroup | N
         lambda failures, seconds: mtbf_seconds(cluster.mtbf_hours, cluster.nodes, failures=failures, seconds=seconds),
         emit=emit,
         failures=sum(each["exit_reason"] in ("failed", "killed") for each in attempts),
-        seconds=sum(end - each["start_at"] for each in attempts if (end := each["end_at"]) is not None),
+        seconds=sum(max(end - each["start_at"], 0.0) for each in attempts if (end := each["end_at"]) is not None),
     )
 
 

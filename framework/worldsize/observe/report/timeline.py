@@ -71,7 +71,7 @@ def timeline(record: Record) -> Timeline | None:
         label, is_good = f"attempt {attempt['number']}: {attempt['exit_reason']}", attempt["exit_reason"] in _GOOD
         bars.append(Bar(label, at(begun), None if first is None else at(first), at(ended), is_good))
     facts = sorted([*_of_attempts(record, spans), *_of_events(record.events)])
-    marks = [Mark(at(time), time - start, text, is_good) for time, text, is_good in facts[:_MARKS]]
+    marks = [Mark(at(time), max(time - start, 0.0), text, is_good) for time, text, is_good in facts[:_MARKS]]
     return Timeline(seconds, tuple(bars), tuple(marks), max(0, len(facts) - _MARKS))
 
 
@@ -80,7 +80,7 @@ def _spans(record: Record) -> list[tuple[float, float]]:
     starts = [float(attempt["start_at"]) for attempt in record.attempts]
     following = [*starts[1:], max(starts[-1], _last_activity(record))]
     ends = [attempt["end_at"] or after for attempt, after in zip(record.attempts, following, strict=True)]
-    return list(zip(starts, ends, strict=True))
+    return [(start, max(start, end)) for start, end in zip(starts, ends, strict=True)]
 
 
 def _last_activity(record: Record) -> float:
@@ -105,7 +105,7 @@ def _of_attempts(record: Record, spans: list[tuple[float, float]]) -> Iterator[F
     for earlier, later in pairwise(record.attempts):
         if earlier["steps"] and later["steps"] and later["first_step_at"] is not None and earlier["end_at"]:
             repeated = earlier["steps"][1] - later["steps"][0]
-            recovery = later["first_step_at"] - earlier["end_at"]
+            recovery = max(later["first_step_at"] - earlier["end_at"], 0.0)
             again = f"; {repeated} steps are done again" if repeated > 0 else ""
             yield later["first_step_at"], f"recovered in {recovery:.1f} s{again}", True
 
