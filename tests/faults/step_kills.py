@@ -11,22 +11,15 @@ POINTS = (
     *("log:begin", "log:end", "step:update", "step:updated"),
 )
 STRATEGIES = {
-    "ddp": ("strategy=ddp",),
-    "zero": ("strategy=zero",),
-    "hsdp": ("strategy=hsdp", "strategy.shard=2"),
-    "fsdp": ("strategy=fsdp",),
-    "mesh": ("strategy=mesh", "strategy.pipeline=2"),
+    "ddp": ("recipe=remembering", "strategy=ddp"),
+    "zero": ("recipe=remembering", "strategy=zero"),
+    "hsdp": ("recipe=remembering", "strategy=hsdp", "strategy.shard=2"),
+    "fsdp": ("recipe=remembering", "strategy=fsdp"),
+    "mesh": ("recipe=stateful", "strategy=mesh", "strategy.pipeline=2"),
 }
 OPTIONS = (
-    *("recipe=stateful", "reproducibility=elastic", f"logical_ranks={PROCESSES}", "ema.decay=0.9", "log_every=3"),
-    *(
-        "evaluate_every=13",
-        "steps=33",
-        "checkpoint.every=0",
-        "checkpoint.at_end=false",
-        "cluster.threads=1",
-        "logger=none",
-    ),
+    *("reproducibility=elastic", f"logical_ranks={PROCESSES}", "steps=33", "log_every=3", "evaluate_every=13"),
+    *("ema.decay=0.9", "checkpoint.every=0", "checkpoint.at_end=false", "cluster.threads=1", "logger=none"),
 )
 SAME = ("state_digest", "metrics_digest", "metrics", "samples")
 
@@ -35,7 +28,7 @@ def undisturbed(strategy: str) -> list[str]:
     """Return the options of a run of one process; a mesh, of which each stage draws numbers of its own, has two."""
     if strategy == "mesh":
         return [*OPTIONS, *STRATEGIES[strategy], "cluster.processes=2"]
-    return [*OPTIONS, "strategy=single", "cluster.processes=1"]
+    return [*OPTIONS, "recipe=remembering", "strategy=single", "cluster.processes=1"]
 
 
 def disturbed(strategy: str, kills: Sequence[str], *, restarts: int = 0) -> list[str]:

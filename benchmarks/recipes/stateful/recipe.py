@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 from torch.utils.data import TensorDataset
 
-from worldsize.core import Batch, BufferRule, LossOutput, Recipe
+from worldsize.core import Batch, BufferRule, LossOutput, MicroBatch, Recipe
 
 
 class Counting(nn.Module):
@@ -72,6 +72,30 @@ class Stateful(Recipe):
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
         """The share of right answers."""
         return _right(model(batch[0]), batch[1])
+
+
+class Remembering(Stateful):
+    """Weighs each loss by a moving average of earlier points of its logical rank, which this object keeps."""
+
+    remembers = True
+
+    def __init__(self) -> None:
+        self._averages: dict[int, float] = {}
+
+    def state(self, logical_rank: int) -> dict[str, float]:
+        """The moving average of a logical rank."""
+        return {"average": self._averages.get(logical_rank, 1.0)}
+
+    def load_state(self, logical_rank: int, state: Mapping[str, float]) -> None:
+        """Replace the moving average of a logical rank."""
+        self._averages[logical_rank] = state["average"]
+
+    def micro_batch_loss(self, model: nn.Module, batch: MicroBatch) -> LossOutput:
+        """The loss of a logical rank, weighed by what it has seen."""
+        rank, output = batch.logical_rank, self.loss(model, batch.data)
+        self._averages[rank] = average = 0.9 * self._averages.get(rank, 1.0) + float(batch.data[0].mean())
+        assert isinstance(output.loss, Tensor)
+        return LossOutput(output.loss * (1 + abs(average)), output.metrics)
 
 
 def _right(output: Tensor, classes: Tensor) -> Mapping[str, tuple[Tensor, Tensor]]:

@@ -11,6 +11,7 @@ from typing import Any
 from worldsize.checkpoints.retention import Retention
 from worldsize.config.cluster import cluster_of
 from worldsize.config.instantiate import Allowed, build, check_node, check_targets
+from worldsize.config.remembering import check_remembers
 from worldsize.config.sections import (
     AgentsConfig,
     CheckpointConfig,
@@ -162,7 +163,8 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     check_reduce(strategy)
     check_backend(cluster.backend)  # the strategy's module may have registered it
     _check_groups(config, allowed)
-    numerics = _numerics(config, strategy, cluster, exact=determinism.mode if determinism.deterministic else None)
+    exact = determinism.exact_mode
+    numerics = _numerics(config, strategy, cluster, exact=exact)
     run = RunConfig.of(config["run"])
     launcher = launcher_of(config["launcher"], config)
     roles, logical_ranks = _roles(config, run, strategy, cluster)
@@ -176,6 +178,8 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         strategy.check_micro_batches(logical_ranks // parts)
     autoscaler = None if run.examine else _autoscaler(config, roles, cluster, logical_ranks)
     recipe, initial = _with_initial(recipe_of(config), config)
+    if run.evaluates is None and not run.examine:
+        check_remembers(recipe, roles, launcher, exact=exact)
     return Settings(
         config=config,
         run=run,

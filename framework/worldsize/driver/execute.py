@@ -21,6 +21,7 @@ from worldsize.config.composed import lengths_of, settings_of
 from worldsize.config.effects import check_effects
 from worldsize.config.learning_rate import update_text
 from worldsize.config.objective import Trial, is_search, value_of
+from worldsize.config.remembering import check_resumes
 from worldsize.config.settings import Settings
 from worldsize.core import AgentLauncher, BatchLauncher, Launcher, Plan
 from worldsize.cost.crossings import crossings_text
@@ -217,6 +218,8 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
 
 def _check_steps(settings: Settings, run: RunDirectory) -> None:
     saved = complete(run.checkpoints)
+    if saved:
+        check_resumes(settings.recipe, step_of(saved[-1]), exact=settings.determinism.exact_mode)
     if saved and step_of(saved[-1]) > settings.training.steps:
         raise ConfigError(
             f"the run has {step_of(saved[-1])} steps behind it, which is more than steps={settings.training.steps}. "

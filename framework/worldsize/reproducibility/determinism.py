@@ -53,6 +53,11 @@ class Determinism:
             torch.backends.cuda.enable_mem_efficient_sdp(False)
             torch.backends.cuda.enable_cudnn_sdp(False)
 
+    @property
+    def exact_mode(self) -> str | None:
+        """The mode if it promises the same bits; None: it does not."""
+        return self.mode if self.deterministic else None
+
     def describe(self) -> dict[str, Any]:
         """Return the mode as plain values, for the manifest."""
         attention = "math on CUDA" if self.deterministic else "any"

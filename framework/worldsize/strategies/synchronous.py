@@ -15,6 +15,7 @@ from worldsize.strategies.calling_root import CallingRoot
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, step_metrics, trainable
 from worldsize.strategies.model_replica import ModelReplica
+from worldsize.strategies.repeated_passes import RepeatedPasses
 from worldsize.strategies.train_state import TrainState
 
 
@@ -48,6 +49,7 @@ class SynchronousReplica(ModelReplica):
         self._module = module
         self._root = module if isinstance(module, CallingRoot) else None
         self._part, self.optimizer = train_state, train_state.optimizer
+        self._passes = RepeatedPasses(recipe)
         self._parameters = list(self.model.parameters())  # cached, since it walks over all modules
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
@@ -75,6 +77,7 @@ class SynchronousReplica(ModelReplica):
 
     def _backward(self, batch: MicroBatch, scale: float) -> LossRecord:
         self._context.faults.at("step:forward")
+        self._passes.begin(batch)
         seed_generators(batch.seed, self.world.device)
         with self._autocast():
             compute = partial(self._loss, batch)

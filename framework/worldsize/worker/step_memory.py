@@ -1,4 +1,4 @@
-"""Keeps what passes from step to step beside the replica: sums of training metrics, and the recipe's own state."""
+"""Holds the state of training beside the replica: sums of training metrics, and the recipe's own values."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from worldsize.checkpoints.format import RECIPE_STATES, Checkpoint
 from worldsize.checkpoints.load import read_tensors
 from worldsize.collectives.exact import gather_tensors
+from worldsize.config.remembering import check_resumes
 from worldsize.config.settings import Settings
 from worldsize.core import ConfigError, Recipe, World, saves_state
 from worldsize.data.order import Order
@@ -39,7 +40,7 @@ class SharedStep:
 
 @final
 class StepMemory:
-    """Saves and restores what one process keeps for its logical ranks.
+    """Saves and restores the values of one process's logical ranks.
 
     Args:
         settings: Those of the run.
@@ -54,6 +55,7 @@ class StepMemory:
         self._logical_ranks, self._loop_ranks = settings.logical_ranks, settings.loop.logical_ranks
         self.has_state = saves_state(self._recipe)
         """Whether the recipe has a state of its own."""
+        self._exact = settings.determinism.exact_mode
         self._kind = type(self._recipe).__name__
 
     def metrics_of_all(self, sums: Mapping[str, Tensor]) -> Mapping[str, list[list[float]]]:
@@ -65,13 +67,13 @@ class StepMemory:
         """Return this process's sums, float64 (logical ranks, 2), of those that :meth:`metrics_of_all` gathered."""
         mine = list(self.order.mine)
         rows = {name: torch.tensor(pairs, dtype=torch.float64) for name, pairs in by_rank.items()}
-        fits = all(len(pairs) == self._logical_ranks for pairs in rows.values())  # else it begins anew
+        fits = all(len(pairs) == self._logical_ranks for pairs in rows.values())  # otherwise the sums begin at 0
         return {name: pairs[mine].to(self._world.device) for name, pairs in rows.items()} if fits else {}
 
     def share(self, sums: Mapping[str, Tensor]) -> SharedStep:
         """Gather what all processes keep of the step; every rank must call it.
 
-        ``sums``: those of training metrics of this process, float64 (logical ranks, 2) by name.
+        ``sums``: this process's sums of training metrics, float64 (logical ranks, 2) by name.
         """
         states = {(rank,): _tensor(state) for rank, state in self._encoded().items()}
         gathered = gather_tensors(states, self._world) if self.has_state else {}
@@ -97,8 +99,10 @@ class StepMemory:
         """Restore the recipe's state from a checkpoint, saved by any number of processes.
 
         Raises:
-            ConfigError: it was saved with another number of logical ranks.
+            ConfigError: it was saved with a different number of logical ranks, or has no state that is needed.
         """
+        if self._world.rank == 0 or self._exact:
+            check_resumes(self._recipe, checkpoint.step, exact=self._exact)
         prefix = f"{RECIPE_STATES}/"
         saved = {name.removeprefix(prefix) for name in checkpoint.tensors if name.startswith(prefix)}
         if not saved or not self.has_state:
@@ -108,8 +112,8 @@ class StepMemory:
         if saved != {str(rank) for rank in range(self._logical_ranks)}:
             raise ConfigError(
                 f"{checkpoint.path} has {self._kind}'s states of {len(saved)} logical ranks, and the run has "
-                f"{self._logical_ranks} now. Resume with logical_ranks={len(saved)}, or let the recipe begin anew with "
-                f"--ignore {RECIPE_STATES}."
+                f"{self._logical_ranks} now. Resume with logical_ranks={len(saved)}, or let the recipe begin again "
+                f"with --ignore {RECIPE_STATES}."
             )
         tensors = read_tensors(checkpoint, RECIPE_STATES, only=set(map(str, self.order.mine)))
         self._load({int(rank): tensor.numpy().tobytes() for rank, tensor in tensors.items()})

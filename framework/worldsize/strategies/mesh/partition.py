@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from worldsize.core import ConfigError, Recipe
+from worldsize.core import ConfigError, Recipe, saves_state
 
 Cost = tuple[int, int]  # the heaviest stage, and the sum of squares, which balances the others
 
@@ -38,6 +38,11 @@ def check_pipelines(recipe: Recipe) -> None:
     ):
         if getattr(type(recipe), method) is getattr(Recipe, method):
             raise ConfigError(f"{type(recipe).__name__} {misses}. Define Recipe.{method}, or set strategy.pipeline=1.")
+    if recipe.remembers or saves_state(recipe):
+        raise ConfigError(
+            f"{type(recipe).__name__} keeps values from step to step, and only the last stage of a pipeline computes "
+            "its loss. Set strategy.pipeline=1."
+        )
 
 
 def stages_of(recipe: Recipe, model: nn.Module, stages: int, split: Sequence[int] | None) -> list[list[nn.Module]]:

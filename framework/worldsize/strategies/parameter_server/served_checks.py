@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from worldsize.core import ConfigError, MultiUpdateRecipe
+from worldsize.core import ConfigError, MultiUpdateRecipe, Recipe, saves_state
 from worldsize.strategies.step_hooks import refuse_step_hooks
 from worldsize.strategies.wrapping import refuse_complex, sparse_embeddings
 
@@ -35,6 +35,15 @@ def check_served(model: nn.Module, optimizer: Optimizer) -> None:
             )
 
 
+def refuse_remembering(recipe: Recipe) -> None:
+    """Raise ConfigError for a recipe that keeps values from step to step, in processes that come and go."""
+    if recipe.remembers or saves_state(recipe):
+        raise ConfigError(
+            f"{type(recipe).__name__} keeps values from step to step in each process, and workers of a parameter "
+            "server come and go. Use strategy=ddp, zero or single."
+        )
+
+
 def check_updates(recipe: MultiUpdateRecipe, *, consistency: str, replicas: int, compression: str) -> None:
     """Refuse options with which several updates per step are not exact.
 
@@ -45,15 +54,9 @@ def check_updates(recipe: MultiUpdateRecipe, *, consistency: str, replicas: int,
         compression: The format of pushed gradients.
 
     Raises:
-        ConfigError: steps overlap, servers have standbys, gradients are compressed, or the recipe needs every process
-            in every step.
+        ConfigError: steps overlap, servers have standbys, or gradients are compressed.
     """
     kind = type(recipe).__name__
-    if recipe.remembers:
-        raise ConfigError(
-            f"{kind} takes several updates a step and keeps state of earlier steps in each process; "
-            "workers of a parameter server come and go. Use strategy=ddp, zero or single."
-        )
     if consistency != "sync":
         raise ConfigError(
             f"{kind} takes several updates a step, which do not overlap with those of other steps. "

@@ -35,7 +35,12 @@ from worldsize.strategies.parameter_server.leading_server import run_server
 from worldsize.strategies.parameter_server.model_state import train_state_of
 from worldsize.strategies.parameter_server.row_tables import RowRule
 from worldsize.strategies.parameter_server.row_updates import check_rows
-from worldsize.strategies.parameter_server.served_checks import check_no_tables, check_served, check_updates
+from worldsize.strategies.parameter_server.served_checks import (
+    check_no_tables,
+    check_served,
+    check_updates,
+    refuse_remembering,
+)
 from worldsize.strategies.parameter_server.server_group import ServerGroup, Transport
 from worldsize.strategies.parameter_server.shard import Rule
 from worldsize.strategies.parameter_server.shard_planner import ShardPlanner
@@ -191,6 +196,7 @@ class ParameterServer(Strategy):
 
     def check_recipe(self, recipe: Recipe) -> None:
         super().check_recipe(recipe)
+        refuse_remembering(recipe)
         if isinstance(recipe, MultiUpdateRecipe):
             overlaps = self.consistency if self.bound else "sync"
             check_updates(recipe, consistency=overlaps, replicas=self.replicas, compression=self.compression)

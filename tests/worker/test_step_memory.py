@@ -1,0 +1,76 @@
+"""A recipe that keeps values from step to step saves them by logical rank, or is refused where bits are promised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worldsize.config.remembering import check_remembers, check_resumes
+from worldsize.core import ConfigError, Role
+from worldsize.launch.local import Local
+from worldsize.strategies.parameter_server.served_checks import refuse_remembering
+from worldsize.testing.recipes import Chain
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+OPTIONS = (
+    *("recipe=remembering", "steps=8", "checkpoint.every=4", "log_every=3", "cluster.threads=1", "strategy=ddp"),
+    *("reproducibility=elastic", "logical_ranks=4"),
+)
+
+
+class Forgetful(Chain):
+    remembers = True
+
+
+class Saving(Forgetful):
+    def state(self, logical_rank: int) -> int:
+        return logical_rank
+
+
+def gang(restart: Any = "gang") -> dict[str, Role]:
+    return {"worker": Role(2, restart=restart)}
+
+
+def test_values_without_a_state_are_refused_where_they_would_be_lost(caplog: pytest.LogCaptureFixture) -> None:
+    restarts = Local(max_restarts=2)
+    with pytest.raises(ConfigError, match=r"Forgetful keeps values .*state and load_state.*on_failure=restart"):
+        check_remembers(Forgetful(), gang("heal"), Local(), exact=None)
+    with pytest.raises(ConfigError, match=r"max_restarts=2: Forgetful .*reproducibility=elastic promises the same"):
+        check_remembers(Forgetful(), gang(), restarts, exact="elastic")
+    with pytest.raises(ConfigError, match=r"checkpoint of step 4 lacks them: the run would train other weights"):
+        check_resumes(Forgetful(), 4, exact="deterministic")
+    check_remembers(Forgetful(), gang(), Local(), exact="elastic")
+    check_resumes(Forgetful(), 0, exact="elastic")
+    check_resumes(Forgetful(), 4, exact=None)
+    assert "state and load_state" in caplog.text
+    for exact in ("elastic", None):
+        check_remembers(Saving(), gang("heal"), restarts, exact=exact)
+        check_resumes(Saving(), 4, exact=exact)
+
+
+def test_workers_that_come_and_go_keep_no_values() -> None:
+    for recipe in (Forgetful(), Saving()):
+        with pytest.raises(ConfigError, match="come and go"):
+            refuse_remembering(recipe)
+    refuse_remembering(Chain())
+
+
+def test_a_resumed_run_has_the_values_of_each_logical_rank_on_other_processes(
+    train: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    """Terminated at 2 processes, resumed with one; and with another number of logical ranks it is refused."""
+    whole = train(*OPTIONS, "cluster.processes=1", WORLDSIZE_PLUGINS=BENCHMARKS)
+    assert whole.code == 0, whole.error
+    ends = "faults=[{action: terminate, rank: 0, step: 5}]"
+    run = train(*OPTIONS, "cluster.processes=2", ends, WORLDSIZE_PLUGINS=BENCHMARKS)
+    assert run.code == 75, run.error
+    words = ("resume", str(run.folder), "--ignore", "cluster", "--ignore", "logical_ranks")
+    environment = {**environment_without_wandb, "WORLDSIZE_PLUGINS": BENCHMARKS}
+    other = command(*words, "cluster.processes=1", "logical_ranks=8", cwd=run.folder, environment=environment)
+    assert "Remembering's states of 4 logical ranks, and the run has 8 now" in other.stderr
+    done = command(*words, "cluster.processes=1", "logical_ranks=4", cwd=run.folder, environment=environment)
+    assert done.returncode == 0, done.stderr
+    for key in ("state_digest", "metrics_digest"):
+        assert run.json("result.json")[key] == whole.json("result.json")[key]
