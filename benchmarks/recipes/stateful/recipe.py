@@ -91,7 +91,7 @@ class Remembering(Stateful):
         self._averages[logical_rank] = state["average"]
 
     def micro_batch_loss(self, model: nn.Module, batch: MicroBatch) -> LossOutput:
-        """The loss of a logical rank, weighed by what it has seen."""
+        """The loss of a logical rank, weighed by its moving average."""
         rank, output = batch.logical_rank, self.loss(model, batch.data)
         self._averages[rank] = average = 0.9 * self._averages.get(rank, 1.0) + float(batch.data[0].mean())
         assert isinstance(output.loss, Tensor)

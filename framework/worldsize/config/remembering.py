@@ -12,7 +12,7 @@ _logger = logging.getLogger(__name__)
 
 
 def check_remembers(recipe: Recipe, roles: Mapping[str, Role], launcher: LaunchMethod, *, exact: str | None) -> None:
-    """Raise ConfigError if processes may start again or heal, and the recipe keeps what no checkpoint has.
+    """Raise ConfigError if processes may start again or heal, and the recipe keeps values that no checkpoint has.
 
     ``exact``: the reproducibility mode if it promises bits.
     """

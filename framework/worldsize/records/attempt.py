@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any, NotRequired, TypedDict
 
 from worldsize.core.launcher import MembershipRecord
@@ -48,3 +50,17 @@ class Attempt(TypedDict):
     transport: NotRequired[Any]
     memberships: NotRequired[Sequence[MembershipRecord]]
     lost_host: NotRequired[str]
+
+
+def end_of(attempt: Attempt | None, *, begun: float) -> dict[str, Any]:
+    """Return the end of an attempt, now; ``begun``: when this process began it, by the monotonic clock.
+
+    The end is counted from the start, because the clock may have been set in between. None: another process began it.
+    """
+    end = time.time() if attempt is None else attempt["start_at"] + time.monotonic() - begun
+    return {"end": formatted(end), "end_at": end}
+
+
+def formatted(seconds: float) -> str:
+    """Return Unix time as ISO 8601 in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

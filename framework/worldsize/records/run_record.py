@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from worldsize.errors import CheckpointError, RunFolderError, WorldsizeError
 from worldsize.files import is_file
-from worldsize.records.attempt import Attempt
+from worldsize.records.attempt import Attempt, end_of, formatted
 from worldsize.records.goodput import goodput
 from worldsize.records.lock import is_locked, run_lock
 from worldsize.records.manifest import is_own, read_manifest, write_manifest
@@ -132,7 +131,7 @@ def read_result(directory: RunDirectory) -> dict[str, Any]:
 def note_job(directory: RunDirectory, name: str) -> None:
     """Record that a scheduler runs it as the job ``name``; without the lock, which the job may hold already."""
     manifest = read_manifest(directory.manifest)
-    job = {"id": name, "submitted": _now()}
+    job = {"id": name, "submitted": formatted(time.time())}
     jobs = [*manifest.get("jobs", ()), job]
     write_manifest(directory.manifest, {**manifest, "jobs": jobs}, own=is_own(manifest))
 
@@ -213,7 +212,7 @@ class RunRecord:
         """Record that an attempt begins, on this host and ``others``, with its ``pinning``; return its number."""
         attempt: Attempt = {
             "number": len(self.attempts) + 1,
-            "start": _now(),
+            "start": formatted(time.time()),
             "start_at": time.time(),
             "end": None,
             "end_at": None,
@@ -248,7 +247,7 @@ class RunRecord:
         if self.directory.transport.exists():
             facts["transport"] = json.loads(self.directory.transport.read_text())
             self.directory.transport.unlink()
-        manifest = _with_end(self.manifest, **facts, **self._end())
+        manifest = _with_end(self.manifest, **facts, **end_of(self._attempt, begun=self._begun))
         results = {**_result(self.directory, outcome), "goodput": goodput(manifest["attempts"])}
         self._write({**claim(manifest), "results": results})
         self._attempt = None
@@ -261,14 +260,9 @@ class RunRecord:
             if self._attempt is not None:
                 attempts = [*self.attempts[: self._attempt["number"] - 1], self._attempt]
                 manifest = {**self.manifest, "attempts": attempts, "results": {"exit_reason": "failed"}}
-                self._write(_with_end(manifest, **self._end(), exit_reason="failed", exit_code=1))
-
-    def _end(self) -> dict[str, Any]:
-        """Return the end of the attempt, counted from its start: the clock may have been set since."""
-        if self._attempt is None:
-            return {"end": _now(), "end_at": time.time()}  # of an attempt that another process has begun
-        end = self._attempt["start_at"] + time.monotonic() - self._begun
-        return {"end": _formatted(end), "end_at": end}
+                self._write(
+                    _with_end(manifest, **end_of(self._attempt, begun=self._begun), exit_reason="failed", exit_code=1)
+                )
 
     def close(self) -> None:
         """Release the lock."""
@@ -304,7 +298,7 @@ def _settle(directory: RunDirectory) -> Manifest:
     manifest: Manifest = read_manifest(directory.manifest)
     if _says_running(manifest):
         last = max(_last_written(directory.path), manifest["attempts"][-1]["start_at"])
-        ended = _with_end(manifest, end=_formatted(last), end_at=last, exit_reason="killed", exit_code=None)
+        ended = _with_end(manifest, end=formatted(last), end_at=last, exit_reason="killed", exit_code=None)
         directory.reserve.unlink(missing_ok=True)
         manifest = write_manifest(directory.manifest, ended, own=is_own(manifest))
     return manifest
@@ -345,12 +339,3 @@ def _result(directory: RunDirectory, outcome: Outcome) -> dict[str, Any]:
     if outcome.exit_code != 0 or not directory.result.exists():
         return {"exit_reason": outcome.exit_reason, "checkpoints": digests}
     return {**read_result(directory), "checkpoints": digests}
-
-
-def _now() -> str:
-    return _formatted(time.time())
-
-
-def _formatted(seconds: float) -> str:
-    """Return Unix time as ISO 8601 in UTC."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

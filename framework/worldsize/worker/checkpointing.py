@@ -46,6 +46,8 @@ class Checkpointing:
     ) -> None:
         """Wait for the previous save and start the next one, as :meth:`Saver.save` does.
 
+        ``streams``: uint8 [bytes] each, by name.
+
         Raises:
             CheckpointError: the previous save failed, and the next one would, too.
         """
