@@ -64,3 +64,26 @@ def test_saving_before_the_first_step_counts_none() -> None:
     load_named_state(model, optimizer, saved)
     assert [group["step"] for group in optimizer.param_groups] == [0, 0]
     assert optimizer._taken == 0
+
+
+class Stateless(Optimizer):
+    """Counts its steps, in a group and in an attribute, and has no state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "taken": 0})
+        self.taken = 0
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.taken += 1
+        self.param_groups[0]["taken"] += 1
+
+
+def test_saving_an_optimizer_without_state_counts_none() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Stateless(model.parameters())
+    optimizer.step()
+    saved = named_state(model, optimizer)
+    assert (optimizer.taken, optimizer.param_groups[0]["taken"]) == (1, 1)
+    assert saved["param_groups"][0]["taken"] == 1
+    load_named_state(model, optimizer, saved)
+    assert (optimizer.taken, optimizer.param_groups[0]["taken"], optimizer.param_groups[0]["lr"]) == (1, 1, 0.1)

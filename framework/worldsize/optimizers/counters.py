@@ -53,11 +53,26 @@ def wrapped(optimizer: Optimizer) -> list[Optimizer]:
     return reached
 
 
+@contextmanager
+def attributes_kept(optimizer: Optimizer) -> Iterator[None]:
+    """Restore counters in attributes after the context, in which torch may take a step to create state."""
+    undo = [_attributes_restorer(each) for each in wrapped(optimizer)]
+    try:
+        yield
+    finally:
+        for restore in undo:
+            restore()
+
+
+def _attributes_restorer(optimizer: Optimizer) -> Callable[[], None]:
+    counters = {name: value for name, value in _attributes(optimizer).items() if _is_counter(value)}
+    return _restorer(vars(optimizer), counters)
+
+
 def _kept(optimizer: Optimizer) -> list[Callable[[], None]]:
     """Return functions that restore the options and counters of ``optimizer`` itself."""
     undo = [_restorer(group, {**group}, skip="params") for group in optimizer.param_groups]
-    counters = {name: value for name, value in _attributes(optimizer).items() if _is_counter(value)}
-    return [*undo, _restorer(vars(optimizer), counters)]
+    return [*undo, _attributes_restorer(optimizer)]
 
 
 def _restorer(target: dict[str, Any], values: Mapping[str, Any], skip: str = "") -> Callable[[], None]:

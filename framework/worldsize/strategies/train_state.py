@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from worldsize.collectives.per_rank import local, zeros_like
 from worldsize.core import Recipe, StateDict
-from worldsize.optimizers.counters import counters_kept
+from worldsize.optimizers.counters import attributes_kept, counters_kept
 from worldsize.optimizers.names import all_parameters, named_by
 from worldsize.optimizers.schedule_free import begin_training, has_begun, is_schedule_free
 from worldsize.reproducibility.seeds import drawn_apart
@@ -160,7 +160,13 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
     with without_recipe_hooks(optimizer):
         if fresh:
             _probe(optimizer)
-        state: StateDict = {**get_optimizer_state_dict(model, optimizer)}
+        options = [{**group} for group in optimizer.param_groups]
+        with attributes_kept(optimizer):
+            state: StateDict = {**get_optimizer_state_dict(model, optimizer)}
+        if not optimizer.state:  # torch has taken a step to create some, which may have changed options
+            for saved, group, before in zip(state["param_groups"], optimizer.param_groups, options, strict=True):
+                group.update(before)
+                saved.update({name: value for name, value in before.items() if name in saved and name != "params"})
     # some optimizers (Adagrad) also keep state for frozen parameters, which torch ignores when it loads
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     state["state"] = {name: values for name, values in state["state"].items() if name not in frozen}
@@ -209,7 +215,8 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str,
     with without_recipe_hooks(optimizer):
         if fresh:
             _probe(optimizer)
-        set_optimizer_state_dict(model, optimizer, {**state})
+        with attributes_kept(optimizer):
+            set_optimizer_state_dict(model, optimizer, {**state})
     if not fresh:
         return
     if _has_not_stepped(optimizer):  # the initial state of NAdam, Rprop and ASGD is not that after a step
