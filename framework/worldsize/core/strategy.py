@@ -91,7 +91,8 @@ class StepResult:
         lr: Learning rate of the update; None: the optimizer has none.
         grad_norm: Norm of the whole gradient before clipping, a scalar; None: not computed.
         skipped: Whether the update (of several updates, at least one) was skipped because the gradient was not finite.
-        partly: Whether ``skipped`` applies only to some of several updates, and the others were made.
+        partly: Whether the step counts for averages all the same: only some of several updates were skipped, or the
+            loss scale of float16 overflowed, where a plain loop averages, too.
         metrics: Training metrics by name: float64 (local micro-batches, 2), each row a sum and its count.
     """
 

@@ -21,6 +21,7 @@ from worldsize.strategies.compiled import COMPILATIONS
 from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, check_same_form
+from worldsize.strategies.loss_scaling import step_scaled
 from worldsize.strategies.loss_weights import weight_factor
 from worldsize.strategies.model_flags import evaluating
 from worldsize.strategies.recomputed import prepare_passes
@@ -172,10 +173,11 @@ class ModelReplica(Replica):
                 self.scaler.unscale_(part.optimizer)
             norm = self.reducer.clip(parameters, self.numerics.norm_limit)
             skipped = self.numerics.skips(norm)
+        left_out = skipped
         for part in parts:
             if not skipped:
-                self.scaler.step(part.optimizer)
+                left_out |= not step_scaled(self.scaler, part.optimizer, speaks=self.world.rank == 0)
             if part.schedule is not None:
                 part.schedule.step()
         self._context.faults.at("step:updated")
-        return norm, skipped
+        return norm, left_out

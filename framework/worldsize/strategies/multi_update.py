@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -63,7 +64,8 @@ class MultiUpdateReplica(ModelReplica):
             results.append(result)
         self._update_scale()
         returned = step_metrics([each.take_metrics() for each in passes])
-        return step_result(results, rates, returned, kind=type(self.recipe).__name__, step=micro_batches[0].step)
+        combined = step_result(results, rates, returned, kind=type(self.recipe).__name__, step=micro_batches[0].step)
+        return replace(combined, partly=combined.partly or (combined.skipped and self.numerics.nonfinite != "skip"))
 
     def _begun(self, batch: MicroBatch, flags: ModelFlags) -> UpdatePass:
         kind, device = type(self.recipe).__name__, self.world.device

@@ -63,7 +63,7 @@ class SynchronousReplica(ModelReplica):
         with phase("update"):
             norm, skipped = self._stepped([self._part], self._parameters)
             self.scaler.update()
-        return StepResult(losses, lr, norm, skipped, metrics)
+        return StepResult(losses, lr, norm, skipped, metrics, partly=skipped and self.numerics.nonfinite != "skip")
 
     def _computed(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sequence[Tensor], Mapping[str, Tensor]]:
         """Leave the step's mean gradient in ``.grad``; return the losses and metrics, which the loop has been given."""

@@ -1,0 +1,41 @@
+"""Steps optimizers under a loss scale, and counts the updates that an overflow leaves out."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch.optim import Optimizer
+
+_logger = logging.getLogger(__name__)
+_told: list[bool] = []  # whether this process has logged an overflow
+
+
+def step_scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, *, speaks: bool) -> bool:
+    """Step ``optimizer`` unless its gradient overflows in float16; return whether it was stepped.
+
+    Optimizers with ``fused=True`` decide that on the device: they count as stepped, since asking them would wait.
+
+    Args:
+        scaler: Holds the loss scale, and makes the decision.
+        optimizer: Has gradients that are multiplied by the scale.
+        speaks: Whether to log the first overflow.
+    """
+    if not scaler.is_enabled():
+        scaler.step(optimizer)
+        return True
+    stepped: list[bool] = []
+    handle = optimizer.register_step_pre_hook(lambda *_: stepped.append(True))
+    try:
+        scaler.step(optimizer)
+    finally:
+        handle.remove()
+    if not stepped and speaks and not _told:
+        _told.append(True)
+        _logger.warning(
+            "precision=fp16: a gradient left the range of float16, so that this update is left out and the loss scale "
+            "is divided by %g. Some such steps are usual, above all at the beginning; `skipped` in metrics.jsonl "
+            "counts them. precision=bf16 has none.",
+            1 / scaler.get_backoff_factor(),
+        )
+    return bool(stepped)
