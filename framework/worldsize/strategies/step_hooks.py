@@ -80,6 +80,14 @@ def refuse_step_hooks(optimizer: Optimizer, *, because: str) -> None:
         raise ConfigError(f"the optimizer has a hook for each step, {hook_name(hooks[0])}, {because}")
 
 
+def wrap_recipe_hooks(optimizer: Optimizer, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace each of the recipe's hooks by what ``wrap`` makes of it."""
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        for key, hook in hooks.items():
+            if not isinstance(hook, StrategyHook):
+                hooks[key] = wrap(hook)
+
+
 def recipe_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     """Return what the recipe lets the optimizer run before and after each step, in this order."""
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
