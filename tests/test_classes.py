@@ -41,6 +41,8 @@ MANY_FIELDS = {
     "Kubernetes": "options of a launcher, from which its keys of the configuration are generated",
     "SkyPilot": "options of a launcher, from which its keys of the configuration are generated",
     "Slurm": "options of a launcher, from which its keys of the configuration are generated",
+    "ModelReplica": "the objects that a step needs, which strategies give it",
+    "Worker": "the objects that a unit of work needs, which the strategy gives it",
     "ParameterServer": "options of a strategy, each a key of the configuration",
 }
 FOREIGN = {  # attributes of objects that are not ours, which their libraries ask users to set
@@ -51,6 +53,7 @@ FOREIGN = {  # attributes of objects that are not ours, which their libraries as
     *("value", "caption", "overflow", "keep_trailing_newline", "_worker_info"),  # shared memory, rich, jinja2, torch
     "_worker_pids_set",  # of a loader's iterator of torch
     "atexit",  # of a finalizer
+    *("_rank_not_in_group", "_resolve_group_name"),  # torch's collectives, each of which calls one of them
 }
 
 

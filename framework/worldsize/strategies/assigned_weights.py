@@ -63,7 +63,7 @@ class _Assignments(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is not Tensor.data.__set__ or not isinstance(args[0], DTensor):  # type: ignore[attr-defined]
+        if func != Tensor.data.__set__ or not isinstance(args[0], DTensor):  # type: ignore[attr-defined]
             return func(*args, **(kwargs or {}))
         _assign(*args)
         return None

@@ -30,6 +30,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.strategies.alone import alone
+from worldsize.strategies.assigned_weights import carry_assignments
 from worldsize.strategies.calling_root import CallingRoot
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.deferred.model import DeferredModel
@@ -203,6 +204,7 @@ class FSDP(Strategy):
                 self._check_updates(recipe, model, optimizer)
                 step_locally(optimizer)
                 step_apart(optimizer)
+            carry_assignments(model, states.optimizers)
             return MultiUpdateReplica(recipe, context, train_state=states, reducer=sums, root=root)
         ranks = context.logical_ranks if self.on_failure == "heal" else None  # else all have equally many
         sums = sharded_reducer(self.reduce, root, world, copies, accumulates_shards=shards, logical_ranks=ranks)
@@ -210,6 +212,7 @@ class FSDP(Strategy):
         self._check_updates(recipe, model, state.optimizer)
         step_locally(state.optimizer)
         step_apart(state.optimizer)
+        carry_assignments(model, state.optimizers)
         return SynchronousReplica(recipe, context, train_state=state, reducer=sums, logical_ranks=ranks, module=root)
 
     def _check_updates(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:

@@ -22,6 +22,11 @@ class GradientReducer(ABC):
 
     dealing: Dealing = "cyclic"  # the assignment of logical ranks that :meth:`run` expects
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the gradient has the same bits at every world size."""
+        return False
+
     @abstractmethod
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         """Compute the step's gradient.
@@ -59,6 +64,14 @@ class GradientReducer(ABC):
 
     def resumed(self) -> None:  # noqa: B027 - most sums do not depend on what came before
         """Prepare to resume where another process stopped: the next step must sum in the order that it would have."""
+
+
+class OrderedSums(GradientReducer):
+    """Abstract: a reducer with the same bits at every world size."""
+
+    @property
+    def is_ordered(self) -> bool:
+        return True
 
 
 def taken(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -22,6 +22,7 @@ from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, check_same_form
 from worldsize.strategies.loss_scaling import step_scaled
+from worldsize.strategies.loss_watch import LossWatch
 from worldsize.strategies.loss_weights import weight_factor
 from worldsize.strategies.model_flags import evaluating
 from worldsize.strategies.recomputed import prepare_passes
@@ -91,6 +92,13 @@ class ModelReplica(Replica):
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
         self._logical_ranks = logical_ranks
         declare_buffers(recipe, self.model, trains_apart=sums_alone and self.world.size > 1)
+        self._watch = LossWatch(
+            self.model,
+            processes=1 if sums_alone else self.world.size,
+            logical_ranks=max(1, context.logical_ranks // self.world.size) if sums_alone else context.logical_ranks,
+            ordered=reducer.is_ordered,
+            compiles=self.numerics.compile,
+        )
         prepare_passes(recipe, self.model, self.numerics, self.world.device)
         self._steps_begun = 0
         self._agreed = AgreedLosses(None if sums_alone or self.world.size == 1 else self.world)

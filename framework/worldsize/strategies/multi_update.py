@@ -51,6 +51,8 @@ class MultiUpdateReplica(ModelReplica):
         self._updates, self._parts, self._root = recipe.micro_batch_updates, train_state.parts, root
         self._parameters = list(self.model.parameters())
         self._size = 1 if self._group is None else self.world.size
+        if root is not None:
+            self._watch.include(root)
         self._buffers = BufferMean(self.model, self._group, self.dealing)
         self._stepped_names: set[str] = set()  # of optimizers that have stepped since the loss scale was updated
 
@@ -121,7 +123,7 @@ class MultiUpdateReplica(ModelReplica):
 
     def _advance(self, current: UpdatePass, same_as: UpdatePass | None = None) -> None:
         self._context.faults.at("step:forward")
-        with self._autocast():
+        with self._autocast(), self._watch.watching():
             current.advance(self._call)
         if same_as is not None:
             current.check_same(same_as)

@@ -33,6 +33,10 @@ class OrderedReducer(GradientReducer):
     one.
     """
 
+    @property
+    def is_ordered(self) -> bool:
+        return True
+
     def __init__(self, module: nn.Module, group: ProcessGroup | None, logical_ranks: int | None = None) -> None:
         self._module = module
         self._group = group

@@ -23,7 +23,7 @@ from worldsize.collectives.ordered import Counter, Tree, sum_level, summation_tr
 from worldsize.collectives.step_timer import phase, wait
 from worldsize.collectives.timed_sharding import time_sharding
 from worldsize.core import ConfigError, Dealing, MicroBatch, Reduction, World
-from worldsize.strategies.gradient_reducer import Backward, GradientReducer
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer, OrderedSums
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.reducers import gradient_reducer
 from worldsize.strategies.scalar_gradients import ScalarGradients, scalar_gradients
@@ -134,7 +134,7 @@ class ReduceScatterReducer(GradientReducer):
 
 
 @final
-class OrderedShardReducer(GradientReducer):
+class OrderedShardReducer(OrderedSums):
     """The fixed tree of :mod:`worldsize.collectives.ordered` as FSDP's reduce-scatter.
 
     It gives the bits of every other strategy at every world size. With dealing "cyclic", gradients of micro-batches are

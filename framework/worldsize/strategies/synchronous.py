@@ -47,6 +47,8 @@ class SynchronousReplica(ModelReplica):
             logical_ranks=logical_ranks,
         )
         self._module = module
+        if module is not None:
+            self._watch.include(module)
         self._root = module if isinstance(module, CallingRoot) else None
         self._part, self.optimizer = train_state, train_state.optimizer
         self._passes = RepeatedPasses(recipe)
@@ -68,7 +70,8 @@ class SynchronousReplica(ModelReplica):
     def _computed(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sequence[Tensor], Mapping[str, Tensor]]:
         """Leave the step's mean gradient in ``.grad``; return the losses and metrics, which the loop has been given."""
         self.optimizer.zero_grad()
-        records = self.reducer.run(micro_batches, self._backward)
+        with self._watch.watching():
+            records = self.reducer.run(micro_batches, self._backward)
         self._context.faults.at("step:reduced")
         losses = self._weighed(self._parameters, records)
         metrics = step_metrics(records)

@@ -66,6 +66,10 @@ class FlatUpdateReducer(GradientReducer):
 class OrderedUpdateReducer(GradientReducer):
     """Sums in the fixed tree of :mod:`worldsize.collectives.ordered`: every world size computes the same bits."""
 
+    @property
+    def is_ordered(self) -> bool:
+        return True
+
     def __init__(self, model: nn.Module, group: ProcessGroup | None, *, bucket_bytes: int) -> None:
         self._model, self._group, self._bucket_bytes = model, group, bucket_bytes
         self._size = dist.get_world_size(group) if group else 1

@@ -8,6 +8,7 @@ from worldsize.testing.loops import Case, Loop
 from worldsize.testing.loss_loops import LOSS_CASES
 from worldsize.testing.module_loops import MODULES
 from worldsize.testing.optimizer_loops import OPTIMIZERS
+from worldsize.testing.state_loops import STATES
 from worldsize.testing.update_loops import UPDATES
 
-CASES: Sequence[Case] = (Case("plain", Loop()), *MODULES, *UPDATES, *LOSS_CASES, *OPTIMIZERS)
+CASES: Sequence[Case] = (Case("plain", Loop()), *MODULES, *STATES, *UPDATES, *LOSS_CASES, *OPTIMIZERS)

@@ -144,8 +144,12 @@ def refused_early(strategy: Strategy, recipe: Recipe) -> str:
 def _trained(
     strategy: Strategy, cases: Sequence[Case], size: int, local_size: int | None, logical_ranks: int
 ) -> dict[str, Outcome]:
+    serves = any(role.serves for role in strategy.roles(cluster_with(strategy, size)).values())
+
     def body(context: RunContext) -> dict[str, Outcome]:
-        return {case.name: _outcome(strategy, case, context, logical_ranks) for case in cases}
+        return {
+            case.name: _outcome(strategy, case, context, logical_ranks, apart=case.apart or serves) for case in cases
+        }
 
     try:
         ended: dict[str, Outcome] = run_in_roles(strategy, body, size, local_size=local_size)[0]
@@ -157,12 +161,13 @@ def _trained(
     return ended
 
 
-def _outcome(strategy: Strategy, case: Case, context: RunContext, logical_ranks: int) -> Outcome:
+def _outcome(strategy: Strategy, case: Case, context: RunContext, logical_ranks: int, *, apart: bool) -> Outcome:
+    """Train ``case``; a refusal ends the process if others would wait for it, ``apart``."""
     run = replace(context, numerics=case.numerics, logical_ranks=logical_ranks)
     try:
         trained = train(strategy, run, case.steps, recipe=case.recipe)
     except ConfigError as refusal:
-        if case.apart:
+        if apart:
             raise
         return Outcome(refusal=str(refusal))
     return Outcome(trained.model)

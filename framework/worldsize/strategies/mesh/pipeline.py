@@ -76,6 +76,10 @@ class Pipeline(GradientReducer):
         """Whether this rank holds the last stage, which computes the loss."""
         return self.stages[-1].index == self.total - 1
 
+    @property
+    def is_ordered(self) -> bool:
+        return self.parts.reduce == "ordered"
+
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         """Run the schedule. ``backward`` is not called, since the stages run their own backward passes."""
         count = len(batches)

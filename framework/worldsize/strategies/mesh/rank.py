@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, Reduction, Replica, RunContext, World
 from worldsize.reproducibility.seeds import generators_kept
+from worldsize.strategies.assigned_weights import carry_assignments
 from worldsize.strategies.calling_root import CallingRoot
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
@@ -92,6 +93,7 @@ class Rank:
             refuse_wrong_updates(self.recipe, model, optimizer, _prepare)
         step_locally(optimizer)
         step_apart(optimizer)
+        carry_assignments(model, [optimizer])
         parts = ShardedOptimizerState(model, optimizer, full_state)
         return TrainState(model, optimizer, Schedule.of(self.recipe.schedule(optimizer)), parts)
 
@@ -199,6 +201,10 @@ class _Clipping(GradientReducer):
 
     inner: GradientReducer
     norm: MeshNorm | WholeNorm
+
+    @property
+    def is_ordered(self) -> bool:
+        return self.inner.is_ordered
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         return self.inner.run(batches, backward)

@@ -146,6 +146,10 @@ class RowGradientCapture(GradientReducer):
         self._inner, self._take, self._rows_norm, self._approve = inner, take, rows_norm, approve
         self.captured: dict[int, list[RowGradients]] = {}
 
+    @property
+    def is_ordered(self) -> bool:
+        return self._inner.is_ordered
+
     def resumed(self) -> None:
         self._inner.resumed()
 

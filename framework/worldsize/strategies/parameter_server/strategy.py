@@ -28,6 +28,7 @@ from worldsize.core import (
 )
 from worldsize.core.limits import MEBIBYTES, SECONDS
 from worldsize.strategies.declared_buffers import refuse_unserved_buffers
+from worldsize.strategies.loss_watch import bounded_embeddings, bounded_rows
 from worldsize.strategies.optimizer_checks import refuse_joint_updates
 from worldsize.strategies.parameter_server.cost import served_cost
 from worldsize.strategies.parameter_server.gradient_codecs import Compression, codec_of
@@ -204,6 +205,8 @@ class ParameterServer(Strategy):
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         check_served(model, optimizer)
         refuse_unserved_buffers(recipe, model)
+        for name in bounded_embeddings(model):
+            raise bounded_rows(name)
         check_rows(model, optimizer)
         refuse_joint_updates(recipe, model, optimizer, because="each server updates some of them")
         if isinstance(recipe, MultiUpdateRecipe):

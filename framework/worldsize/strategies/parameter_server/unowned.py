@@ -6,7 +6,13 @@ from typing import final
 
 from torch import Tensor, nn
 
-from worldsize.core import ConfigError
+from worldsize.core import ConfigError, RunContext
+from worldsize.strategies.loss_watch import LossWatch
+
+
+def served_watch(model: nn.Module, context: RunContext) -> LossWatch:
+    """Watch the losses of a worker, whose changes of weights the next pull would replace; workers form no group."""
+    return LossWatch(model, processes=2, logical_ranks=context.logical_ranks, ordered=True)
 
 
 @final

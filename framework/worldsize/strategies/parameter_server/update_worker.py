@@ -25,7 +25,7 @@ from worldsize.strategies.parameter_server.shard_planner import parameters_by_op
 from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.parameter_server.task_loop import Task, TaskLoop
 from worldsize.strategies.parameter_server.unit_start import UnitStart
-from worldsize.strategies.parameter_server.unowned import UnownedWeights
+from worldsize.strategies.parameter_server.unowned import UnownedWeights, served_watch
 from worldsize.strategies.recomputed import prepare_passes
 from worldsize.strategies.update_pass import UpdatePass
 from worldsize.transport.dialer import Dialer
@@ -58,6 +58,7 @@ class UpdateWorker:
         prepare_passes(recipe, self._model, context.numerics, context.world.device)
         self._parameters = parameters_by_optimizer(train_state)
         self._unowned = UnownedWeights(self._model)
+        self._watch = served_watch(self._model, context)
         self._dense = {
             name: DenseLinks(self._parameters[name], plan, first=context.world.rank, faults=context.faults)
             for name, plan in plans.items()
@@ -146,7 +147,7 @@ class UpdateWorker:
         total, records = self._context.logical_ranks, []
         arrivals: dict[str, PartialSums] = {}
         for rank, current in zip(ranks, passes, strict=True):
-            with autocast(self._context.world.device, self._context.numerics.precision):
+            with autocast(self._context.world.device, self._context.numerics.precision), self._watch.watching():
                 current.advance(lambda action: action())
             current.check_same(passes[0])
             if current.update:

@@ -24,7 +24,7 @@ from worldsize.strategies.parameter_server.shard_link import ShardLink
 from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.parameter_server.table_links import TableLinks
 from worldsize.strategies.parameter_server.task_loop import TaskLoop
-from worldsize.strategies.parameter_server.unowned import UnownedWeights
+from worldsize.strategies.parameter_server.unowned import UnownedWeights, served_watch
 from worldsize.strategies.recomputed import prepare_passes
 from worldsize.transport.dialer import Dialer
 
@@ -77,6 +77,7 @@ class Worker:
         self._remotes = list(remotes(self._model))
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._unowned = UnownedWeights(self._model)
+        self._watch = served_watch(self._model, context)
         self._servers = len(plan.shards)
         self._dense = DenseLinks(self._parameters, plan, first=context.world.rank, faults=context.faults)
         nbytes = sum(parameter.nbytes for parameter in self._parameters.values())
@@ -146,7 +147,7 @@ class Worker:
     def _backward(self, batch: Any) -> LossRecord:
         device = self._context.world.device
         seed_generators(batch.seed, device)
-        with autocast(device, self._context.numerics.precision):
+        with autocast(device, self._context.numerics.precision), self._watch.watching():
             output = LossOutput.of(self._recipe.micro_batch_loss(self._model, batch))
         total, record = trainable(output)
         if not self._options.synchronous:  # a synchronous step divides by its total weight

@@ -1,0 +1,216 @@
+"""Refuses losses that change parameters or communicate, where the result would depend on the number of processes.
+
+It is seen without touching a kernel: torch counts the changes of each tensor, and every collective of torch's Python
+interface asks for the membership of its group. Writes through ``parameter.data``, which torch does not count, are seen
+in the first step of a process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, final
+
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from worldsize.core import ConfigError
+
+_PASSED_ON = (
+    c10d.__name__,
+    funcol.__name__,
+    "torch.distributed.c10d_logger",
+    "torch.distributed.nn",
+    "torch.autograd",
+    "torch.utils",
+)
+_OWN = ("torch.distributed.", "torch.nn.parallel.", "worldsize.")  # the callers of a strategy's own collectives
+
+
+@final
+class LossWatch:
+    """Watches the losses of ``model``.
+
+    Args:
+        model: The model, by whose names parameters are named.
+        processes: Number of processes that train it together.
+        logical_ranks: Number of logical ranks of a step.
+        ordered: Whether results must not depend on the number of processes.
+        compiles: Whether parts of the model are compiled, and seen by counts alone.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, processes: int, logical_ranks: int, ordered: bool, compiles: bool = False
+    ) -> None:
+        self._model, self._root, self._processes = model, model, processes
+        self._is_plain = processes == 1 and logical_ranks == 1  # a plain loop
+        self._may_communicate = not ordered and logical_ranks in (1, processes)
+        self._ordered = ordered
+        self._is_first = not compiles
+        self._held: Sequence[tuple[str, Callable[[], Tensor | None]]] | None = None
+
+    def include(self, root: nn.Module) -> None:
+        """Watch parameters, too, that ``root``, a module around the model, gathers."""
+        self._root = root
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch a step's passes, up to the update.
+
+        Raises:
+            ConfigError: a loss has changed a parameter or communicated.
+        """
+        if self._is_plain:
+            yield
+            return
+        if self._held is None:
+            self._held = list(_counted(self._model, self._root, skips_bounded=self._processes == 1))
+        before = [_count(find()) for _, find in self._held]
+        data = _DataUses(self._model) if self._is_first else None
+        with self._no_collectives(), data or nullcontext():
+            yield
+        self._is_first = False
+        for (name, find), count in zip(self._held, before, strict=True):
+            if count is not None and _count(find()) != count:
+                raise self._changed(name)
+        for name in data.written() if data else ():
+            raise self._changed(name)
+
+    def _changed(self, name: str) -> ConfigError:
+        module, _, own = name.rpartition(".")
+        embedding = self._model.get_submodule(module)
+        if own == "weight" and getattr(embedding, "max_norm", None) is not None:
+            return bounded_rows(module)
+        return ConfigError(
+            f"the loss changes the parameter {name}. The logical ranks of a step compute with the same weights, at the "
+            "same time, so that such a change would be lost or differ between them. Make it in place in a hook of "
+            "the optimizer (optimizer.register_step_post_hook), which runs once a step, or set ema.decay for an "
+            "average of all weights."
+        )
+
+    @contextmanager
+    def _no_collectives(self) -> Iterator[None]:
+        """Refuse collectives of the program within the context, unless it may communicate."""
+        if self._may_communicate or self._processes == 1:
+            yield
+            return
+        asked, resolved = c10d._rank_not_in_group, funcol._resolve_group_name
+
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            self._check_caller()
+            return asked(*args, **kwargs)
+
+        def resolve(*args: Any, **kwargs: Any) -> Any:
+            self._check_caller()
+            return resolved(*args, **kwargs)
+
+        c10d._rank_not_in_group = ask  # type: ignore[assignment]
+        funcol._resolve_group_name = resolve
+        try:
+            yield
+        finally:
+            c10d._rank_not_in_group, funcol._resolve_group_name = asked, resolved
+
+    def _check_caller(self) -> None:
+        if caller := _program_calls(sys._getframe(2)):
+            raise self._communicates(caller)
+
+    def _communicates(self, caller: str) -> ConfigError:
+        because = (
+            "with reproducibility=elastic its value would depend on the number of processes"
+            if self._ordered
+            else "a step has more logical ranks than processes, and it would see some of them"
+        )
+        remedy = "reproducibility=seeded and " if self._ordered else ""
+        return ConfigError(
+            f"the loss communicates with other processes, in {caller}: {because}. Compute it within a logical rank, or "
+            f"set {remedy}logical_ranks to the number of processes."
+        )
+
+
+def bounded_rows(name: str) -> ConfigError:
+    """Return the error for an embedding ``name`` with ``max_norm`` that several processes train."""
+    return ConfigError(
+        f"{name or 'the model'} has max_norm, by which a forward pass shortens the rows that it looks up: other "
+        "processes, which look up other rows, would keep the old ones. Leave max_norm out, and shorten the weight in "
+        "place in a hook of the optimizer, such as weight.copy_(weight.renorm(2, 0, max_norm)) under torch.no_grad(), "
+        "or train on one process with strategy=single."
+    )
+
+
+def bounded_embeddings(model: nn.Module) -> Mapping[str, nn.Module]:
+    """Return the embeddings of ``model`` with ``max_norm``, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    }
+
+
+def _counted(
+    model: nn.Module, root: nn.Module, *, skips_bounded: bool
+) -> Iterator[tuple[str, Callable[[], Tensor | None]]]:
+    """Yield how to find each tensor that holds a parameter, with the parameter's name."""
+    bounded = {id(module.weight) for module in bounded_embeddings(model).values()} if skips_bounded else set()
+    places: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in bounded or not parameter.numel():
+            continue
+        places[id(parameter)] = name
+        yield name, lambda parameter=parameter: parameter  # type: ignore[misc]
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for each in group.fsdp_params:
+                    if name := places.get(id(each.sharded_param), ""):
+                        yield name, lambda each=each: getattr(each, "_unsharded_param", None)  # type: ignore[misc]
+
+
+def _count(tensor: Tensor | None) -> tuple[int, int] | None:
+    """Return torch's count of the changes of a tensor, of any shape, and its address; None: there is none yet."""
+    if tensor is None:
+        return None
+    return tensor._version, 0 if isinstance(tensor, DTensor) else tensor.untyped_storage()._cdata
+
+
+def _program_calls(frame: Any) -> str:
+    """Return the function that began a collective, whose frame is ``frame``; empty: it is a strategy's own."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(_PASSED_ON):
+            return "" if name.startswith(_OWN) else f"{frame.f_code.co_qualname} of {name}"
+        frame = frame.f_back
+    return ""
+
+
+@final
+class _DataUses(TorchFunctionMode):
+    """Keeps what ``parameter.data`` returns, to see whether it is written to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._uses: list[tuple[str, Tensor | None]] = []  # names, and what was returned; None: data was assigned
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        if getattr(func, "__self__", None) is _DATA and isinstance(args[0], nn.Parameter):
+            names = [name for name, parameter in self._model.named_parameters() if parameter is args[0]]
+            self._uses += [(name, returned) for name in names]
+        return returned
+
+    def written(self) -> Iterator[str]:
+        """Yield the names of parameters whose data were assigned or changed in place."""
+        for name, data in self._uses:
+            if data is None or data._version > 0:
+                yield name
+
+
+_DATA = Tensor.data
