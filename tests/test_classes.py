@@ -30,6 +30,7 @@ MANY_METHODS = {
 MANY_FIELDS = {
     "Cluster": "what a launcher offers, a key of the configuration each",
     "ClusterSchema": "keys of the configuration",
+    "ModelReplica": "a model with its parts, and what a step needs of its run",
     "Schema": "keys of the configuration",
     "RunDirectory": "the paths of a run folder, a line each",
     "HealthRow": "the figures of a node, each a key of a line of JSON",
