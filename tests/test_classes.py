@@ -17,6 +17,7 @@ CONSTRUCTORS = ("__init__", "__post_init__", "__new__")
 
 LINES, METHODS, FIELDS, PARAMETERS = 350, 12, 12, 7
 MANY_METHODS = {
+    "ModelReplica": "what a replica answers, and the parts of a step that subclasses share",
     "_HybridReplica": "what a replica does, for dense parameters and for rows on servers",
     "Mesh": "the answers of a strategy, of which a mesh has its own to nearly all questions",
     "ParameterServer": "the answers of a strategy, nearly all of them its own",
@@ -30,7 +31,6 @@ MANY_METHODS = {
 MANY_FIELDS = {
     "Cluster": "what a launcher offers, a key of the configuration each",
     "ClusterSchema": "keys of the configuration",
-    "ModelReplica": "a model with its parts, and what a step needs of its run",
     "Schema": "keys of the configuration",
     "RunDirectory": "the paths of a run folder, a line each",
     "HealthRow": "the figures of a node, each a key of a line of JSON",
