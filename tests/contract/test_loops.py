@@ -16,7 +16,9 @@ from worldsize.testing.loops import faults, outcomes
 ORDERED: dict[str, tuple[Strategy, int]] = {
     "single": (Single(reduce="ordered"), 1),
     "ddp": (DDP(reduce="ordered"), 2),
+    "ddp that finds unused parameters": (DDP(reduce="ordered", find_unused_parameters=True), 4),
     "zero": (ZeRO(reduce="ordered"), 4),
+    "zero that finds unused parameters": (ZeRO(reduce="ordered", find_unused_parameters=True), 2),
     "fsdp": (FSDP(reduce="ordered"), 2),
     "fsdp in small units": (FSDP(reduce="ordered", wrap="size", wrap_parameters=1), 4),
     "mesh": (Mesh(reduce="ordered"), 2),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from worldsize.core import Cluster, ConfigError, Link, MicroBatch, RunContext, Workload, World
+from worldsize.collectives.gather_full import gather_full
+from worldsize.core import Cluster, ConfigError, Link, MicroBatch, RunContext, Strategy, Workload, World
+from worldsize.data.order import logical_ranks_of
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.sharded_reducer import OrderedShardReducer
+from worldsize.strategies.single import Single
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
@@ -170,22 +173,28 @@ class Sometimes(Chain):
 @pytest.mark.parametrize("accumulate", ["whole", "sharded"])
 @pytest.mark.parametrize("turns", [(0,), (1,), (3,), (2, 3)])
 @pytest.mark.parametrize("left_out", ["block", "bias"])
-def test_what_some_micro_batches_leave_out_is_refused_in_the_fixed_tree(
+def test_what_some_micro_batches_leave_out_adds_nothing_in_the_fixed_tree(
     accumulate: str, turns: tuple[int, ...], left_out: str
 ) -> None:
     recipe = Sometimes(left_out=left_out, leaves_out=turns)
 
-    def body(world: World) -> str:
-        strategy = FSDP(reduce="ordered", accumulate=accumulate)  # type: ignore[arg-type]
+    def trained(strategy: Strategy, world: World) -> Mapping[str, Tensor]:
         replica = strategy.replica(recipe, RunContext(world))
-        made = [batch(recipe, 4 * world.rank + turn) for turn in range(4)]
-        with pytest.raises(ConfigError, match="use strategy=ddp or zero") as raised:
-            replica.step([replace(each, data=(*each.data, turn)) for turn, each in enumerate(made)])
-        return str(raised.value)
+        ranks = logical_ranks_of(world.rank, world.size, 8, replica.dealing)
+        turns = {rank: rank % 4 if accumulate == "sharded" else rank // 2 for rank in ranks}
+        made = {rank: batch(recipe, rank) for rank in ranks}
+        replica.step([replace(each, data=(*each.data, turns[rank])) for rank, each in made.items()])
+        weights = gather_full(replica.state()["model"], world)
+        return {name: weight.clone() for name, weight in weights.items()}
 
-    first, second = run_in_worlds(body, 2)
-    assert first == second
-    assert "parameters of other have a gradient in some micro-batches" in first
+    def body(world: World) -> Mapping[str, Tensor]:
+        torch.manual_seed(3)
+        return trained(FSDP(reduce="ordered", accumulate=accumulate), world)  # type: ignore[arg-type]
+
+    (actual, _) = run_in_worlds(body, 2)
+    torch.manual_seed(3)
+    alone = trained(Single(reduce="ordered"), World.alone(torch.device("cpu")))
+    assert all(torch.equal(actual[name], weight) for name, weight in alone.items())
 
 
 @pytest.mark.parametrize(("processes", "sharded"), [(2, True), (3, False), (8, True)])

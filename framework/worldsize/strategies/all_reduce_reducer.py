@@ -19,6 +19,7 @@ from worldsize.core import MicroBatch, StateDict
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer, without_sync
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.step_buffers import BufferMean
+from worldsize.strategies.unused_parameters import check_reduced
 
 
 class BucketHook(ABC):
@@ -97,6 +98,7 @@ class AllReduceReducer(GradientReducer):
                     buffers.add(place)
             losses.append(backward(batches[-1], scale))
             buffers.add(len(batches) - 1)
+            check_reduced(self._module)
         return losses
 
     def undo(self) -> None:
@@ -118,6 +120,7 @@ class AllReduceReducer(GradientReducer):
         """Run a pass whose gradients are discarded."""
         kept = [buffer.clone() for buffer in self._module.buffers()]
         backward(1.0)
+        check_reduced(self._module)
         self._module.zero_grad()
         for buffer, before in zip(self._module.buffers(), kept, strict=True):
             buffer.copy_(before)

@@ -3,7 +3,28 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from worldsize.core import ConfigError
+from worldsize.optimizers.names import all_parameters
+from worldsize.strategies.unused_parameters import listed
+
+
+def refuse_clipping_others(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse a norm over parameters that nothing updates: ``zero_grad`` leaves their gradients to the next steps.
+
+    Raises:
+        ConfigError: a parameter requires a gradient, and ``optimizer`` does not have it.
+    """
+    own = {id(parameter) for parameter in all_parameters(optimizer)}
+    others = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in own]
+    if others:
+        raise ConfigError(
+            f"clip_norm: the norm would count gradients of {listed(others)}, in no parameter group of the optimizer, "
+            "whose zero_grad() does not reset them: it would grow with those of all earlier steps. Freeze them with "
+            "requires_grad_(False), give them to the optimizer, or set clip_norm=null."
+        )
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

@@ -41,6 +41,7 @@ from worldsize.strategies.local_steps import step_apart, step_locally
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import MultiUpdateReplica, refuse_healing_updates
 from worldsize.strategies.optimizer_checks import refuse_divided_updates, refuse_unsent
+from worldsize.strategies.parameter_changes import refuse_gradient_hooks
 from worldsize.strategies.shard_trial import refuse_wrong_updates
 from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.step_hooks import recipe_hooks
@@ -120,6 +121,7 @@ class FSDP(Strategy):
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_sparse_gradients(model)
+        refuse_gradient_hooks(model)
         refuse_divided_matrices(optimizer)
         refuse_fused(optimizer, self.reduce)
         refuse_divided_updates(recipe, model, optimizer, reduce=self.reduce, heals=self.on_failure == "heal")
@@ -198,7 +200,7 @@ class FSDP(Strategy):
             sum(parameter.numel() * parameter.itemsize for parameter in model.parameters()), world.size
         )
         if isinstance(recipe, MultiUpdateRecipe):
-            sums = sharded_reducer(self.reduce, root, world, copies, averages_buffers=False, accumulates_shards=shards)
+            sums = sharded_reducer(self.reduce, root, world, copies, takes_one_update=False, accumulates_shards=shards)
             states = MultiTrainState.of(recipe, model)
             for optimizer in states.optimizers:
                 self._check_updates(recipe, model, optimizer)

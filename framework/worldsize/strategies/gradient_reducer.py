@@ -21,6 +21,8 @@ class GradientReducer(ABC):
     """Runs the backward passes of a step and leaves the mean gradient of all logical ranks in ``.grad``."""
 
     dealing: Dealing = "cyclic"  # the assignment of logical ranks that :meth:`run` expects
+    divides_gradients: bool = False
+    """Whether a rank has only a part of the model's gradients."""
 
     @property
     def is_ordered(self) -> bool:

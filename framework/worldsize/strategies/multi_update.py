@@ -15,11 +15,13 @@ from worldsize.collectives.broadcast import make_equal
 from worldsize.collectives.ordered import summation_tree
 from worldsize.collectives.step_timer import phase
 from worldsize.core import ConfigError, MicroBatch, MultiUpdateRecipe, Recipe, Reduction, RunContext, StepResult
+from worldsize.strategies.gradient_hooks import GradientHooks
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, step_metrics
 from worldsize.strategies.model_flags import ModelFlags
 from worldsize.strategies.model_replica import ModelReplica
 from worldsize.strategies.multi_train_state import MultiTrainState, parameters_of
+from worldsize.strategies.presence import Presence, PresenceExchange
 from worldsize.strategies.step_buffers import BufferMean
 from worldsize.strategies.update_pass import UpdatePass
 from worldsize.strategies.update_reducers import BUCKET_MB, update_reducer
@@ -50,10 +52,12 @@ class MultiUpdateReplica(ModelReplica):
         super().__init__(recipe, context, train_state=train_state, reducer=reducer, sums_alone=sums_alone)
         self._updates, self._parts, self._root = recipe.micro_batch_updates, train_state.parts, root
         self._parameters = list(self.model.parameters())
+        self._hooks = GradientHooks(self._parameters)
         self._size = 1 if self._group is None else self.world.size
         if root is not None:
             self._watch.include(root)
         self._buffers = BufferMean(self.model, self._group, self.dealing)
+        self._exchange = PresenceExchange(self._group, self.world.device) if self._group and root is None else None
         self._stepped_names: set[str] = set()  # of optimizers that have stepped since the loss scale was updated
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
@@ -96,12 +100,16 @@ class MultiUpdateReplica(ModelReplica):
         parameters = [parameter for name in names for parameter in parameters_of(self._parts[name].optimizer)]
         fills = len(batches) * self._size > 1  # all have to sum the same, whether their losses depend on it or not
         places = {id(batch): place for place, batch in enumerate(batches)}
+        presence = Presence(parameters)
 
         def backward(batch: MicroBatch, scale: float) -> LossRecord:
             place = places[id(batch)]
             if place != first:
                 self._advance(passes[place], same_as=passes[first])
+            for index in presence.absent:
+                parameters[index].grad = None  # zeros of an earlier micro-batch
             record = self._backward(passes[place], parameters, scale)
+            presence.note()
             if fills and self._root is None:
                 _fill(parameters)
             buffers.add(place)
@@ -109,12 +117,22 @@ class MultiUpdateReplica(ModelReplica):
 
         for parameter in self._parameters:
             parameter.grad = None
-        records = self.reducer.run(batches, backward)
+        with self._hooks.suspended():
+            records = self.reducer.run(batches, backward)
         self._context.faults.at("step:reduced")
-        if fills:
-            _fill(parameters)
+        if fills and self._root is None:
+            self._remove_absent(parameters, presence)
         buffers.finish()
         return self._applied(names, parameters, records)
+
+    def _remove_absent(self, parameters: Sequence[nn.Parameter], presence: Presence) -> None:
+        """Remove the zeros that stand for gradients that no rank has."""
+        present: Sequence[bool] = [index not in presence.absent for index in range(len(parameters))]
+        if self._exchange is not None:
+            present = self._exchange.any(present)
+        for parameter, is_present in zip(parameters, present, strict=True):
+            if not is_present:
+                parameter.grad = None
 
     def _order(self, batches: int) -> list[int]:
         """Return the indices of the micro-batches in the order of the summation tree."""
@@ -147,6 +165,7 @@ class MultiUpdateReplica(ModelReplica):
     ) -> UpdateResult:
         """Weigh and clip the gradient, and let the optimizers and their schedules step."""
         losses = self._weighed(parameters, records)
+        self._hooks.run(parameters)
         with phase("update"):
             norm, skipped = self._stepped([self._parts[name] for name in names], parameters)
         return UpdateResult(names, losses, norm, skipped, step_metrics(records))

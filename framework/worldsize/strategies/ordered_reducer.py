@@ -19,7 +19,9 @@ from worldsize.collectives.staged import Phases, Staged
 from worldsize.core import MicroBatch
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer, taken, without_sync
 from worldsize.strategies.loss_record import LossRecord
+from worldsize.strategies.presence import Presence
 from worldsize.strategies.step_buffers import BufferMean
+from worldsize.strategies.unused_parameters import check_reduced
 
 
 @final
@@ -46,6 +48,7 @@ class OrderedReducer(GradientReducer):
         self._place = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self._buffers = BufferMean(module, group, logical_ranks=logical_ranks)
         self._counters: list[Counter] = []
+        self._presence = Presence(self._parameters)  # in the step in progress
         self._tree = Tree(self._size, self._size)
         self._staged = Staged()
         if isinstance(module, DistributedDataParallel):
@@ -55,29 +58,51 @@ class OrderedReducer(GradientReducer):
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         self._tree = tree = Tree(self._wanted or len(batches) * self._size, self._size)
         nodes, losses = range(tree.nodes_of(self._rank)), dict[int, LossRecord]()
-        self._counters = [Counter() for _ in nodes]
+        self._counters, self._presence = [Counter() for _ in nodes], Presence(self._parameters)
         *early, last = [(node, leaf) for node in nodes for leaf in tree.leaves(node)]
         with self._buffers.step(len(batches)) as buffers:
             with without_sync(self._module):
                 for node, leaf in early:
                     losses[leaf] = backward(batches[leaf], 1.0)
-                    self._counters[node].add(taken(self._parameters))
+                    self._take(node)
                     buffers.add(leaf)
+            self._hold_places()
             losses[last[1]] = backward(batches[last[1]], 1.0)  # runs the hook, if there is one
             buffers.add(last[1])
             if self._group is None:
                 self._finish_alone(last[0])
+            check_reduced(self._module)
         self._counters = []  # release gradients
         return [losses[leaf] for leaf in range(len(batches))]
 
     def undo(self) -> None:
         self._buffers.undo()
 
-    def _finish_alone(self, node: int) -> None:
+    def _hold_places(self) -> None:
+        """Give parameters that had a gradient in an earlier pass one that adds nothing, if DDP finds unused ones.
+
+        DDP remembers that they were used, and fails if they have none after the last pass. Adding to -0.0 keeps bits.
+        """
+        if not (isinstance(self._module, DistributedDataParallel) and self._module.find_unused_parameters):
+            return
+        for index, parameter in enumerate(self._parameters):
+            if index not in self._presence.absent:
+                parameter.grad = torch.full_like(parameter, -0.0)
+
+    def _take(self, node: int) -> None:
+        if self._group is None and not any(counter.waiting for counter in self._counters):
+            # without other processes the loss may freeze and unfreeze parameters
+            self._parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+            self._presence = Presence(self._parameters)
+        self._presence.note()
         self._counters[node].add(taken(self._parameters))
+
+    def _finish_alone(self, node: int) -> None:
+        self._take(node)
         sums = [counter.waiting[0] for counter in self._counters]
-        for parameter, *nodes in zip(self._parameters, *sums, strict=True):
-            parameter.grad = sum_level(nodes) / self._tree.logical_ranks
+        for index, (parameter, *nodes) in enumerate(zip(self._parameters, *sums, strict=True)):
+            if index not in self._presence.absent:
+                parameter.grad = sum_level(nodes) / self._tree.logical_ranks
 
     def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Reduce a bucket: this is the communication hook that DDP calls."""

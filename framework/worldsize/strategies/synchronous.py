@@ -12,9 +12,11 @@ from worldsize.collectives.step_timer import backward, phase
 from worldsize.core import MicroBatch, Recipe, RunContext, StepResult
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.calling_root import CallingRoot
+from worldsize.strategies.gradient_hooks import GradientHooks
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, step_metrics, trainable
 from worldsize.strategies.model_replica import ModelReplica
+from worldsize.strategies.parameter_changes import ParameterChanges
 from worldsize.strategies.repeated_passes import RepeatedPasses
 from worldsize.strategies.train_state import TrainState
 
@@ -53,6 +55,9 @@ class SynchronousReplica(ModelReplica):
         self._part, self.optimizer = train_state, train_state.optimizer
         self._passes = RepeatedPasses(recipe)
         self._parameters = list(self.model.parameters())  # cached, since it walks over all modules
+        self._hooks = GradientHooks(self._parameters)
+        divides = reducer.divides_gradients
+        self._changes = ParameterChanges(self.model, hooks=divides) if divides or self.world.size > 1 else None
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         self._check_saves()
@@ -70,10 +75,15 @@ class SynchronousReplica(ModelReplica):
     def _computed(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sequence[Tensor], Mapping[str, Tensor]]:
         """Leave the step's mean gradient in ``.grad``; return the losses and metrics, which the loop has been given."""
         self.optimizer.zero_grad()
-        with self._watch.watching():
-            records = self.reducer.run(micro_batches, self._backward)
+        try:
+            with self._watch.watching(), self._hooks.suspended():
+                records = self.reducer.run(micro_batches, self._backward)
+        finally:  # also where DDP misses the gradient of a parameter that was frozen
+            if self._changes is not None:
+                self._changes.check()
         self._context.faults.at("step:reduced")
         losses = self._weighed(self._parameters, records)
+        self._hooks.run(self._parameters)
         metrics = step_metrics(records)
         self._context.before_update(losses, metrics)
         return losses, metrics

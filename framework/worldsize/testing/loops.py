@@ -121,7 +121,11 @@ def outcomes(
     """
     cluster = cluster_with(strategy, size)
     total = logical_ranks or strategy.data_parallel(cluster) * max(2, strategy.default_micro_batches)
-    ended = {case.name: Outcome(refusal=refusal) for case in cases if (refusal := refused_early(strategy, case.recipe))}
+    ended = {
+        case.name: Outcome(refusal=refusal)
+        for case in cases
+        if (refusal := refused_early(strategy, case.recipe, case.numerics))
+    }
     left = [case for case in cases if case.name not in ended]
     serves = set(strategy.roles(cluster)) != {"worker"}
     together = [] if serves else [case for case in left if not case.apart]
@@ -131,11 +135,12 @@ def outcomes(
     return ended
 
 
-def refused_early(strategy: Strategy, recipe: Recipe) -> str:
+def refused_early(strategy: Strategy, recipe: Recipe, numerics: Numerics | None = None) -> str:
     """Return the refusal of ``recipe`` before a process starts; empty: it is not refused."""
+    metric = "error" if isinstance(recipe, ByMetric) else None
     try:
         check_trainable(recipe, strategy)
-        check_construction(recipe, strategy, schedule_metric="error" if isinstance(recipe, ByMetric) else None)
+        check_construction(recipe, strategy, numerics, schedule_metric=metric)
     except ConfigError as refusal:
         return str(refusal)
     return ""
@@ -167,7 +172,7 @@ def _outcome(strategy: Strategy, case: Case, context: RunContext, logical_ranks:
     try:
         trained = train(strategy, run, case.steps, recipe=case.recipe)
     except ConfigError as refusal:
-        if apart:
+        if apart or context.rendezvous:  # servers would wait for a rank that has refused
             raise
         return Outcome(refusal=str(refusal))
     return Outcome(trained.model)

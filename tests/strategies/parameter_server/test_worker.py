@@ -34,8 +34,9 @@ class Pass:
         self.overlap = OverlappedPush(parameters, plan_shards(parameters, 1, bucket_bytes=64, cut=False))
         self.pushed: list[tuple[BucketKey, Mapping[str, Tensor]]] = []
 
-    def push(self, key: BucketKey, gradients: Mapping[str, Tensor]) -> None:
-        self.pushed.append((key, {name: gradient.clone() for name, gradient in gradients.items()}))
+    def push(self, key: BucketKey, gradients: Mapping[str, Tensor | None]) -> None:
+        own = {name: gradient.clone() for name, gradient in gradients.items() if gradient is not None}
+        self.pushed.append((key, own))
 
     def run(self, scale: float = 1.0) -> dict[str, Tensor]:
         """Make one backward pass; return what it has pushed, by parameter."""

@@ -58,6 +58,8 @@ class Pipeline(GradientReducer):
     gang does.
     """
 
+    divides_gradients = True
+
     stages: Sequence[Stage]
     total: int
     group: ProcessGroup

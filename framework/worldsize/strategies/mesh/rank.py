@@ -199,6 +199,8 @@ def _check_blocks(recipe: Recipe, model: nn.Module, numerics: Numerics) -> None:
 class _Clipping(GradientReducer):
     """Wraps the reducer ``inner``, and clips by the norm over the whole mesh."""
 
+    divides_gradients = True
+
     inner: GradientReducer
     norm: MeshNorm | WholeNorm
 

@@ -32,6 +32,7 @@ from worldsize.strategies.mesh.partition import check_pipelines, stages_of
 from worldsize.strategies.mesh.rank import Rank
 from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule
 from worldsize.strategies.optimizer_checks import refuse_divided_updates, refuse_joint_updates, refuse_unsent
+from worldsize.strategies.parameter_changes import refuse_gradient_hooks
 from worldsize.strategies.step_hooks import recipe_hooks
 from worldsize.strategies.wrapping import (
     Wrap,
@@ -120,6 +121,7 @@ class Mesh(Strategy):
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_sparse_gradients(model)
+        refuse_gradient_hooks(model)
         refuse_divided_matrices(optimizer)
         refuse_fused(optimizer, self.reduce)
         heals, dims = self.on_failure == "heal", (0, 1) if self.tensor > 1 else (0,)

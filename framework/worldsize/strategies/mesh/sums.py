@@ -20,8 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from worldsize.collectives.ordered import Counter, Tree, sum_level
 from worldsize.core import Reduction
 from worldsize.strategies.gradient_reducer import taken
-from worldsize.strategies.sharded_reducer import OrderedScatters
+from worldsize.strategies.ordered_scatters import OrderedScatters
+from worldsize.strategies.presence import Presence
 from worldsize.strategies.step_buffers import BufferMean, StepBuffers
+from worldsize.strategies.unit_gradients import UnitGradients
 
 
 @final
@@ -108,6 +110,7 @@ class FlatSums(StageSums):
 
     def __init__(self, stage: nn.Module, parts: DataParts) -> None:
         self._all, self._parts = list(stage.buffers()), parts
+        self._gradients = UnitGradients(stage, parts.group)
         group = parts.group if parts.group.size() > 1 else None
         self._buffers = BufferMean(stage, group, logical_ranks=parts.logical_ranks, skips_norms=True)
         self._step: StepBuffers | None = None  # the buffers in the step in progress
@@ -118,8 +121,10 @@ class FlatSums(StageSums):
     def step(self, count: int) -> Iterator[None]:
         self._idle = self._parts.idle(count)
         self._first = [buffer.clone() for buffer in self._all] if self._idle else []
+        self._gradients.begin()
         with self._buffers.step(count) as self._step:
             yield
+        self._gradients.finish()
         self._step = None
 
     def begin_passes(self) -> None:
@@ -151,6 +156,8 @@ class TreeSums(StageSums):
         self._stage, self._parts = stage, parts
         is_sharded = isinstance(stage, FSDPModule)
         self._scatters = OrderedScatters(stage, parts.group) if is_sharded else None
+        self._gradients = UnitGradients(stage, parts.group)
+        self._presence = Presence(())  # of the stage's gradients in the step, if it is not sharded
         group = parts.group if parts.group.size() > 1 else None
         self._buffers = BufferMean(stage, group, logical_ranks=parts.logical_ranks)
         self._step: StepBuffers | None = None  # the buffers in the step in progress
@@ -165,8 +172,11 @@ class TreeSums(StageSums):
         self._order, self._counters = self._parts.order(count), [Counter() for _ in range(nodes)]
         self._idle, self._taken = self._parts.idle(count), 0
         self._begin_scatters(0 if self._idle else count)
+        self._gradients.begin()
+        self._presence = Presence(self._trained() if self._scatters is None else ())
         with self._buffers.step(count) as self._step:
             yield
+        self._gradients.finish()
         if self._scatters is None:
             self._finish_alone(tree.logical_ranks)
         self._step, self._counters = None, []  # releases gradients
@@ -186,6 +196,7 @@ class TreeSums(StageSums):
         self._taken += 1
         done, count = self._taken - self._idle, len(self._order)
         if self._scatters is None:  # there is one part of the data, and no idle pass
+            self._presence.note()
             self._counters[(done - 1) // (count // len(self._counters))].add(taken(self._trained()))
             return
         assert isinstance(self._stage, FSDPModule)
@@ -197,7 +208,7 @@ class TreeSums(StageSums):
         if done == 0:
             self._begin_scatters(count)  # the gradients until here were those of idle passes
         else:
-            self._scatters.check(done)
+            self._scatters.end_pass(done)
 
     def _begin_scatters(self, micro_batches: int) -> None:
         """Let the next gradients count as those of so many micro-batches of the step; 0: as nothing."""
@@ -207,7 +218,9 @@ class TreeSums(StageSums):
 
     def _finish_alone(self, logical_ranks: int) -> None:
         sums = [counter.waiting[0] for counter in self._counters]
-        for parameter, *nodes in zip(self._trained(), *sums, strict=True):
+        for index, (parameter, *nodes) in enumerate(zip(self._trained(), *sums, strict=True)):
+            if index in self._presence.absent:
+                continue
             total = sum_level(nodes) / logical_ranks
             # a gradient that is there by now is that of another stage of this rank, which shares the parameter
             parameter.grad = total if parameter.grad is None else parameter.grad + total

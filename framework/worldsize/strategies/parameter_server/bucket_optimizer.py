@@ -47,8 +47,11 @@ class BucketOptimizer:
             if (state := leading.state.get(full[piece.name])) and (owner := self._owner.get(id(parameter))):
                 owner.state[parameter] = {key: _part(value, piece) for key, value in state.items()}
 
-    def step(self, gradients: Sequence[Tensor], share: float) -> None:
-        """Update the pieces by their gradients, of their shapes, with a fraction ``share`` of the learning rate."""
+    def step(self, gradients: Sequence[Tensor | None], share: float) -> None:
+        """Update the pieces by their gradients, of their shapes, with a fraction ``share`` of the learning rate.
+
+        A piece without a gradient has None, and stays as it is.
+        """
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         for optimizer in self._optimizers:

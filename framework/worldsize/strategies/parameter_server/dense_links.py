@@ -12,6 +12,7 @@ from worldsize.core import FaultPoints
 from worldsize.strategies.parameter_server.gradient_codecs import Feedback
 from worldsize.strategies.parameter_server.shard_link import ShardLink
 from worldsize.strategies.parameter_server.sharding import Bucket, BucketKey, ShardingPlan
+from worldsize.strategies.parameter_server.step_gradients import with_presence
 from worldsize.transport.frames import view
 
 
@@ -39,6 +40,11 @@ class DenseLinks:
             for shard in plan.shards
         ]
 
+    @property
+    def servers(self) -> int:
+        """Number of servers."""
+        return len(self._shards)
+
     def connect(self, links: Sequence[ShardLink]) -> None:
         """Replace the connections to the servers."""
         self._links = links
@@ -50,7 +56,7 @@ class DenseLinks:
         for server in self._order:
             self._links[server].receive(self._memory[server])
 
-    def push(self, gradients: Mapping[str, Tensor], *, step: int, width: int, node: int) -> None:
+    def push(self, gradients: Mapping[str, Tensor | None], *, step: int, width: int, node: int) -> None:
         """Push all gradients, by name and in the shapes of their parameters; see :meth:`push_bucket`."""
         part = {"step": step, "width": width, "node": node}
         for turn, server in enumerate(self._order):
@@ -58,18 +64,25 @@ class DenseLinks:
             for table in range(len(self._shards[server])):
                 self.push_bucket((server, table), gradients, part)
 
-    def push_bucket(self, key: BucketKey, gradients: Mapping[str, Tensor], part: Mapping[str, int]) -> None:
+    def push_bucket(self, key: BucketKey, gradients: Mapping[str, Tensor | None], part: Mapping[str, int]) -> None:
         """Push the gradient of one bucket.
 
         Args:
             key: The bucket.
-            gradients: Gradients of the parameters in it, by name, in the shapes of the parameters.
+            gradients: Gradients of the parameters in it, by name, in the shapes of the parameters; None: a parameter
+                has none.
             part: The part of a step that they are, as keywords of :meth:`ShardLink.push`.
         """
         server, table = key
         bucket = self._shards[server][table]
-        pieces = [piece.of(gradients[piece.name]).cpu().contiguous() for piece in bucket.pieces]
+        own = [gradients[piece.name] for piece in bucket.pieces]
+        pieces = [
+            torch.zeros(piece.shape, dtype=piece.dtype) if each is None else piece.of(each).cpu().contiguous()
+            for piece, each in zip(bucket.pieces, own, strict=True)
+        ]
         dtype, payload = self._encoded(bucket, pieces)
+        if (presence := with_presence([each is not None for each in own], dtype)) is not None:
+            payload.append(view(presence))
         self._links[server].push(table, dtype, payload, **part)
 
     def settle(self) -> None:

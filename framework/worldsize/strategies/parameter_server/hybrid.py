@@ -60,14 +60,15 @@ class HybridParameterServer(Strategy):
     """DDP for dense parameters, ``servers`` for the rows of embeddings with ``sparse=True``.
 
     ``consistency``: with "sync", a step's rows are updated by the mean gradient over all workers before the next step
-    reads them; with "async", by each worker's gradient as it arrives. The other options are those of the parameter
-    server.
+    reads them; with "async", by each worker's gradient as it arrives. ``find_unused_parameters`` is that of DDP, for
+    the dense parameters. The other options are those of the parameter server.
     """
 
     serves_rows: ClassVar[bool] = True
     recomputes: ClassVar[bool] = True
     servers: int = 1
     consistency: Literal["sync", "async"] = "sync"
+    find_unused_parameters: bool = False
     lease: Annotated[float, SECONDS] = 5.0
     transport: Transport = "auto"
     host: str | None = None
@@ -195,7 +196,7 @@ class _HybridReplica(Replica):
         model, self._tables = linked_model(recipe, rule)
         model.to(world.device)
         self._tables.connect([ShardLink(dialer, shard, time.time_ns()) for shard in range(strategy.servers)])
-        module = self._wrapped(model)
+        module = self._wrapped(model, find_unused_parameters=strategy.find_unused_parameters)
         sums = gradient_reducer(strategy.reduce, module or model, world.group)
         self._capture = RowGradientCapture(
             sums, partial(take_gradients, list(remotes(model))), self._rows_norm, self._approve
@@ -209,11 +210,11 @@ class _HybridReplica(Replica):
         )
         self._step = self._tables.links[0].step
 
-    def _wrapped(self, model: nn.Module) -> nn.Module | None:
+    def _wrapped(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module | None:
         dense = any(parameter.requires_grad for parameter in model.parameters())
         if self._world.size == 1 or not dense:
             return None
-        return replicated(model, self._world)
+        return replicated(model, self._world, find_unused_parameters=find_unused_parameters)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         self._tables.step = self._step if self._synchronous else 0

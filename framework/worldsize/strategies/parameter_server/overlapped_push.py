@@ -9,13 +9,12 @@ from functools import partial
 from queue import SimpleQueue
 from typing import final
 
-import torch
 from torch import Tensor, nn
 
 from worldsize.collectives.step_timer import phase
 from worldsize.strategies.parameter_server.sharding import BucketKey, ShardLayout
 
-Push = Callable[[BucketKey, Mapping[str, Tensor]], None]  # a bucket, and the gradients in it by name
+Push = Callable[[BucketKey, Mapping[str, Tensor | None]], None]  # a bucket, and the gradients in it by name
 
 
 @final
@@ -37,7 +36,7 @@ class OverlappedPush:
 
     @contextmanager
     def during_backward(self, push: Push) -> Iterator[None]:
-        """Push the gradients of the backward pass inside the block; missing ones are pushed as zeros at its end.
+        """Push the gradients of the backward pass inside the block; those with missing ones are pushed at its end.
 
         Nothing else may use the connections of ``push`` inside the block. An exception of ``push`` is raised at its
         end; nothing is pushed after the block, even if it fails.
@@ -71,10 +70,6 @@ class OverlappedPush:
     def _work(self, push: Push, queue: SimpleQueue[BucketKey | None], errors: list[Exception]) -> None:
         try:
             while (key := queue.get()) is not None:
-                push(key, {name: self._gradient(name) for name in self._names[key]})
+                push(key, {name: self._parameters[name].grad for name in self._names[key]})
         except Exception as error:  # raised again at the end of the block
             errors.append(error)
-
-    def _gradient(self, name: str) -> Tensor:
-        parameter = self._parameters[name]
-        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -28,6 +28,9 @@ class PushReceiver:
     def receive(self, channel: Channel, header: Header) -> tuple[list[memoryview], Gradient]:
         """Receive the payload of a push; return its bytes and the decoded gradient.
 
+        A number for each piece follows the gradient of a bucket that lacks some, see :func:`with_presence`; the result
+        has them, too.
+
         Raises:
             LostError: The peer has gone.
             RefusedError: The shard has no such bucket or table, or the payload has the wrong size.
@@ -39,10 +42,14 @@ class PushReceiver:
             raise RefusedError(f"PUSH of table {table}; there are {len(buckets)}")
         bucket = buckets[table]
         dtype, length = (codec.dtype, codec.length(bucket.numel)) if codec else (bucket.dtype, bucket.numel)
-        header.require(dtype, (length,))
-        received = torch.empty(length, dtype=dtype)
+        pieces = len(bucket.pieces) if header.shape == (length + len(bucket.pieces),) else 0
+        header.require(dtype, (length + pieces,))
+        received = torch.empty(length + pieces, dtype=dtype)
         channel.fill(payload := [view(received)])
-        return payload, codec.decode(received, bucket.numel) if codec else received
+        if codec is None:
+            return payload, received
+        gradient_n = codec.decode(received[:length], bucket.numel)
+        return payload, torch.cat([gradient_n, received[length:].to(gradient_n.dtype)]) if pieces else gradient_n
 
     def _receive_rows(self, channel: Channel, header: Header) -> tuple[list[memoryview], Gradient]:
         rows = self._rows(header)
@@ -75,7 +82,12 @@ class PushReceiver:
         fields = Fields._make(header.fields)
         first = len(self.shard.parameters.buckets) if header.operation == Operation.PUSH_ROWS else 0
         part = {"step": fields.step, "width": fields.width, "node": fields.node, "seen": fields.seen}
-        self.shard.push(first + fields.table, gradient, **part)
+        present = None
+        if isinstance(gradient, Tensor):
+            numel = self.shard.parameters.buckets[fields.table].numel
+            present = gradient[numel:] > 0 if len(gradient) > numel else None
+            gradient = gradient[:numel]
+        self.shard.push(first + fields.table, gradient, present=present, **part)
 
 
 def _check_ids(rows: Rows, ids_n: Tensor) -> None:

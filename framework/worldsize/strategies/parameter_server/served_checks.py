@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from worldsize.core import ConfigError, MultiUpdateRecipe, Recipe, saves_state
+from worldsize.strategies.parameter_changes import refuse_gradient_hooks
 from worldsize.strategies.step_hooks import refuse_step_hooks
 from worldsize.strategies.wrapping import refuse_complex, sparse_embeddings
 
@@ -14,9 +15,10 @@ def check_served(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse models and optimizers that change weights that no server owns.
 
     Raises:
-        ConfigError: the model has batch statistics or complex parameters, or the optimizer has step hooks or no
-            learning rate.
+        ConfigError: the model has batch statistics, complex parameters or hooks on gradients, or the optimizer has
+            step hooks or no learning rate.
     """
+    refuse_gradient_hooks(model)
     refuse_step_hooks(
         optimizer,
         because="which no server can run: each has a part of the parameters. Use strategy=ddp, or remove the hook.",

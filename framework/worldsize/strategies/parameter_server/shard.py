@@ -64,7 +64,17 @@ class Shard:
         """The last step such that it and all earlier steps are complete."""
         return self.step if self.rule.synchronous else self._units.closed
 
-    def push(self, index: int, gradient: Gradient, *, step: int, width: int, node: int, seen: int = 0) -> bool:
+    def push(
+        self,
+        index: int,
+        gradient: Gradient,
+        *,
+        step: int,
+        width: int,
+        node: int,
+        seen: int = 0,
+        present: Tensor | None = None,
+    ) -> bool:
         """Add the gradient of a bucket or a table.
 
         Args:
@@ -76,6 +86,7 @@ class Shard:
             node: Index of the node of that level whose sum the gradient is. Without ``rule.synchronous``, the first
                 logical rank of a unit, whose mean it is.
             seen: Number of updates in the worker's weights.
+            present: Which pieces of the bucket have a gradient, bool (pieces,); None: all.
 
         Returns:
             Whether it is new; False if the gradient of these logical ranks was added before.
@@ -87,20 +98,24 @@ class Shard:
         if self.rule.finite and not math.isfinite(float(values.sum())):
             raise RefusedError(f"a gradient for step {step} is NaN or infinite (nonfinite=ignore would accept it)")
         if not self.rule.synchronous:
-            return self._push_unit(index, gradient, (step, node), seen)
-        is_new = self._gradients.add(index, gradient, step=step, width=width, node=node)
+            return self._push_unit(index, gradient, (step, node), seen, present)
+        is_new = self._gradients.add(index, gradient, step=step, width=width, node=node, present=present)
         if index in self._gradients.means and not self.rule.requires_commit:
-            self.parameters.update(index, self._gradients.take(index))
+            present = self._gradients.present.get(index)
+            self.parameters.update(index, self._gradients.take(index), present=present)
             if self._gradients.all_taken:
                 self._end_step()
         return is_new
 
-    def _push_unit(self, index: int, gradient: Gradient, unit: tuple[int, int], seen: int) -> bool:
+    def _push_unit(
+        self, index: int, gradient: Gradient, unit: tuple[int, int], seen: int, present: Tensor | None
+    ) -> bool:
         """Apply the update of one unit, with a learning rate of lr / logical ranks: those of a step add up to lr."""
         if not self._units.add(unit, index):
             return False
         staleness = max(1, (self.updates - seen + 1) % 2**32)
-        self.parameters.update(index, gradient, 1 / (staleness if self.rule.by_staleness else self.rule.logical_ranks))
+        share = 1 / (staleness if self.rule.by_staleness else self.rule.logical_ranks)
+        self.parameters.update(index, gradient, share, present=present)
         if self._units.is_complete(unit):
             self.updates += 1
             if self.updates % self.rule.logical_ranks == 0:
@@ -130,7 +145,7 @@ class Shard:
 
     def norms(self) -> dict[str, list[float]]:
         """Return the L2 norms of the pieces of the uncommitted mean gradient, by parameter."""
-        return self.parameters.norms(self._gradients.means)
+        return self.parameters.norms(self._gradients.means, self._gradients.present)
 
     def apply(self, step: int, factor: float | None) -> None:
         """Commit the update of ``step``, with its gradient multiplied by ``factor``; None skips the update."""
@@ -141,7 +156,7 @@ class Shard:
             if factor not in (None, 1.0):
                 (gradient if isinstance(gradient, Tensor) else gradient[1]).mul_(factor)
             if factor is not None:
-                self.parameters.update(index, gradient)
+                self.parameters.update(index, gradient, present=self._gradients.present.get(index))
         self._end_step()
 
     def reset(self, step: int, factor: float | None) -> None:

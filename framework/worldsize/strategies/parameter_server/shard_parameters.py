@@ -64,12 +64,17 @@ class ShardParameters:
     def lr(self) -> float:
         return float(self._leading.param_groups[0]["lr"])
 
-    def update(self, index: int, gradient: Gradient, share: float = 1.0) -> None:
-        """Update one bucket or table by its gradient, with a fraction ``share`` of the learning rate."""
+    def update(self, index: int, gradient: Gradient, share: float = 1.0, *, present: Tensor | None = None) -> None:
+        """Update one bucket or table by its gradient, with a fraction ``share`` of the learning rate.
+
+        ``present``: which pieces of the bucket have a gradient, bool (pieces,); None: all.
+        """
         if not isinstance(gradient, Tensor):
             self.tables[index - len(self.buckets)].push(*gradient, share)
             return
-        self._own[index].step(self.buckets[index].views(gradient), share)
+        views = self.buckets[index].views(gradient)
+        has = _presence(present, len(views))
+        self._own[index].step([view if own else None for view, own in zip(views, has, strict=True)], share)
 
     def advance_schedule(self) -> None:
         """Set the learning rate of the next step, and other options that the schedule changes."""
@@ -92,14 +97,18 @@ class ShardParameters:
         for own in self._own:
             own.set_options(changed)
 
-    def norms(self, gradients: Mapping[int, Gradient]) -> dict[str, list[float]]:
-        """Return the L2 norm of each piece of these gradients, by parameter."""
+    def norms(self, gradients: Mapping[int, Gradient], present: Mapping[int, Tensor]) -> dict[str, list[float]]:
+        """Return the L2 norm of each piece of these gradients, by parameter; see
+        :attr:`StepGradients.present` (pieces,) for ``present``.
+        """
         norms: dict[str, list[float]] = {}
         for index, gradient in gradients.items():
             if isinstance(gradient, Tensor):
                 bucket = self.buckets[index]
-                for piece, view in zip(bucket.pieces, bucket.views(gradient), strict=True):
-                    norms.setdefault(piece.name, []).append(float(torch.linalg.vector_norm(view)))
+                has = _presence(present.get(index), len(bucket.pieces))
+                for piece, view, has_gradient in zip(bucket.pieces, bucket.views(gradient), has, strict=True):
+                    if has_gradient:
+                        norms.setdefault(piece.name, []).append(float(torch.linalg.vector_norm(view)))
             else:
                 name = self.tables[index - len(self.buckets)].table.name
                 norms.setdefault(name, []).append(float(torch.linalg.vector_norm(gradient[1])))
@@ -155,6 +164,10 @@ class ShardParameters:
 
 def _flat(bucket: Bucket, full: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([piece.of(full[piece.name]).detach().flatten() for piece in bucket.pieces])
+
+
+def _presence(present: Tensor | None, pieces: int) -> list[bool]:
+    return [True] * pieces if present is None else present.tolist()
 
 
 def gather_states(states: Sequence[Mapping[str, Any]], train_state: TrainState) -> None:

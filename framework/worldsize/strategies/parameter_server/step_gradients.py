@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -13,6 +13,15 @@ from worldsize.strategies.parameter_server.row_tables import RowGradients
 from worldsize.transport.frames import RefusedError
 
 Gradient = Tensor | RowGradients
+
+
+def with_presence(pieces: Sequence[bool], dtype: torch.dtype) -> Tensor | None:
+    """Return the numbers (pieces,) that follow a bucket on the wire: 1 for each piece with a gradient, or 0.
+
+    None: all have one. A missing gradient is sent as zeros, and an optimizer must leave the piece alone if no worker
+    has one.
+    """
+    return None if all(pieces) else torch.tensor(pieces).to(dtype)
 
 
 @final
@@ -27,10 +36,14 @@ class StepGradients:
 
     Attributes:
         means: Complete mean gradients that wait for their update, by number.
+        present: Whether any part had a gradient of each piece of a bucket, by the bucket's number: bool (pieces,). A
+            bucket is left out once a part of it had all.
     """
 
     def __init__(self, step: int, *, logical_ranks: int, buckets: int, tables: int) -> None:
         self.means: dict[int, Gradient] = {}
+        self.present: dict[int, Tensor] = {}
+        self._is_full: set[int] = set()  # buckets that had a part with all gradients
         self._step, self._logical_ranks = step, logical_ranks
         self._arrivals = [PartialSums(logical_ranks) for _ in range(buckets)]
         self._row_parts: list[dict[tuple[int, int], RowGradients]] = [{} for _ in range(tables)]
@@ -43,8 +56,12 @@ class StepGradients:
         buckets, tables = len(self._arrivals), len(self._row_parts)
         return StepGradients(step, logical_ranks=self._logical_ranks, buckets=buckets, tables=tables)
 
-    def add(self, index: int, gradient: Gradient, *, step: int, width: int, node: int) -> bool:
+    def add(
+        self, index: int, gradient: Gradient, *, step: int, width: int, node: int, present: Tensor | None = None
+    ) -> bool:
         """Add a part of gradient ``index``: node ``node`` of the tree's level of ``width`` nodes, as in PartialSums.
+
+        ``present``: which pieces of a bucket have a gradient, bool (pieces,); None: all.
 
         Returns:
             Whether the part is new; False if the parts of these logical ranks were added before.
@@ -62,6 +79,11 @@ class StepGradients:
         if ranks & covered:
             raise RefusedError(f"part {node} of {width} of step {step} overlaps with earlier parts")
         covered |= ranks
+        if present is None:
+            self._is_full.add(index)
+            self.present.pop(index, None)
+        elif index not in self._is_full:
+            self.present[index] = present | self.present.get(index, present)
         mean = self._mean(index, gradient, width, node)
         if mean is not None:
             self.means[index] = mean
@@ -108,6 +130,8 @@ class StepGradients:
             "covered": [sorted(each) for each in self._covered],
             "updated": self._updated,
             "is_weighed": self._is_weighed,
+            "present": [[index, present] for index, present in self.present.items()],
+            "is_full": sorted(self._is_full),
         }
 
     def restore(self, image: Mapping[str, Any]) -> None:
@@ -118,6 +142,7 @@ class StepGradients:
         self._row_parts = [{(width, node): (ids, g) for width, node, ids, g in each} for each in image["row_parts"]]
         self._covered = [set(each) for each in image["covered"]]
         self._updated, self._is_weighed = image["updated"], image["is_weighed"]
+        self.present, self._is_full = dict(image["present"]), set(image["is_full"])
 
 
 def row_mean(parts: Mapping[tuple[int, int], RowGradients], logical_ranks: int) -> RowGradients:

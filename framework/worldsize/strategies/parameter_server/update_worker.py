@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from worldsize.collectives.ordered import PartialSums
 from worldsize.collectives.step_timer import phase
@@ -26,9 +26,12 @@ from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.parameter_server.task_loop import Task, TaskLoop
 from worldsize.strategies.parameter_server.unit_start import UnitStart
 from worldsize.strategies.parameter_server.unowned import UnownedWeights, served_watch
+from worldsize.strategies.presence import Presence
 from worldsize.strategies.recomputed import prepare_passes
 from worldsize.strategies.update_pass import UpdatePass
 from worldsize.transport.dialer import Dialer
+
+_Sums = Mapping[tuple[int, int], Sequence[Tensor | None]]  # gradients, by the level of the tree and the node there
 
 
 @final
@@ -138,14 +141,15 @@ class UpdateWorker:
 
     def _computed(
         self, passes: Sequence[UpdatePass], ranks: Sequence[int]
-    ) -> tuple[list[LossRecord], dict[str, PartialSums]]:
+    ) -> tuple[list[LossRecord], Mapping[str, _Sums]]:
         """Run all generators to the next update, and compute its gradient.
 
         Returns:
-            The records of the losses; the gradients by optimizer, of none if the generators have ended.
+            The records of the losses; the gradients by optimizer, of none if the generators have ended. A parameter
+            that no micro-batch here has used has None.
         """
         total, records = self._context.logical_ranks, []
-        arrivals: dict[str, PartialSums] = {}
+        arrivals: dict[str, tuple[PartialSums, Presence]] = {}
         for rank, current in zip(ranks, passes, strict=True):
             with autocast(self._context.world.device, self._context.numerics.precision), self._watch.watching():
                 current.advance(lambda action: action())
@@ -156,9 +160,14 @@ class UpdateWorker:
                 loss.backward(inputs=owned)  # type: ignore[no-untyped-call]
                 records.append(record)
                 for name in current.update:
-                    sums = arrivals.setdefault(name, PartialSums(total))
-                    sums.add(total, rank, taken(self._parameters[name].values()))
-        return records, arrivals
+                    parameters = list(self._parameters[name].values())
+                    sums, presence = arrivals.setdefault(name, (PartialSums(total), Presence(parameters)))
+                    presence.note()
+                    sums.add(total, rank, taken(parameters))
+        return records, {
+            name: {node: presence.without_absent(gradients) for node, gradients in sums.parts.items()}
+            for name, (sums, presence) in arrivals.items()
+        }
 
     def _owned(self, name: str) -> list[nn.Parameter]:
         """Return the parameters that optimizer ``name`` now trains, all of which the servers must own."""
@@ -172,9 +181,9 @@ class UpdateWorker:
             trained.append(parameter)
         return trained
 
-    def _push(self, name: str, arrivals: PartialSums, *, count: int) -> None:
+    def _push(self, name: str, arrivals: Mapping[tuple[int, int], Sequence[Tensor | None]], *, count: int) -> None:
         """Push the gradient of update number ``count``, and wait until all shards have received it."""
-        for (width, node), gradients in arrivals.parts.items():
+        for (width, node), gradients in arrivals.items():
             named = dict(zip(self._parameters[name], gradients, strict=True))
             self._dense[name].push(named, step=count, width=width, node=node)
         self._dense[name].settle()

@@ -16,6 +16,7 @@ from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.gradient_reducer import taken
 from worldsize.strategies.loss_record import LossRecord, mean_loss, trainable
 from worldsize.strategies.model_replica import autocast
+from worldsize.strategies.parameter_changes import ParameterChanges
 from worldsize.strategies.parameter_server.dense_links import DenseLinks
 from worldsize.strategies.parameter_server.evaluation_part import evaluated_part
 from worldsize.strategies.parameter_server.overlapped_push import OverlappedPush
@@ -25,6 +26,7 @@ from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.parameter_server.table_links import TableLinks
 from worldsize.strategies.parameter_server.task_loop import TaskLoop
 from worldsize.strategies.parameter_server.unowned import UnownedWeights, served_watch
+from worldsize.strategies.presence import Presence
 from worldsize.strategies.recomputed import prepare_passes
 from worldsize.transport.dialer import Dialer
 
@@ -78,17 +80,17 @@ class Worker:
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._unowned = UnownedWeights(self._model)
         self._watch = served_watch(self._model, context)
-        self._servers = len(plan.shards)
         self._dense = DenseLinks(self._parameters, plan, first=context.world.rank, faults=context.faults)
         nbytes = sum(parameter.nbytes for parameter in self._parameters.values())
         self._overlap = OverlappedPush(self._parameters, plan.shards) if nbytes >= _OVERLAPPED else None
+        self._changes = ParameterChanges(self._model, hooks=True)
 
     def run(self, lease: float) -> None:
         """Work until the leading server ends the run; it retires workers after ``lease`` seconds of silence."""
         TaskLoop(
             self._dialer,
             self._context.stop,
-            shards=self._servers,
+            shards=self._dense.servers,
             connect=self._connect,
             acts={"train": self._train, "evaluate": self._evaluate},
             last_words=self._tables.cache_facts,
@@ -119,14 +121,16 @@ class Worker:
     def _push_after_backward(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[LossRecord]:
         """Push the summed gradients after all backward passes; return the records of the losses."""
         total, arrivals, losses, touched = self._context.logical_ranks, PartialSums(self._context.logical_ranks), [], []
+        presence = Presence(list(self._parameters.values()))
         for rank, batch in zip(ranks, batches, strict=True):
             losses.append(self._backward(batch))
+            presence.note()
             arrivals.add(total, rank, taken(self._parameters.values()))
             touched.append(take_gradients(self._remotes))
         if not self._options.synchronous:
             self._clip([*arrivals.parts[total, ranks[0]], *(values for _, values in touched[0])])
         for (width, node), gradients in arrivals.parts.items():
-            named = dict(zip(self._parameters, gradients, strict=True))
+            named = dict(zip(self._parameters, presence.without_absent(gradients), strict=True))
             self._dense.push(named, step=step, width=width, node=node)
         for rank, rows in zip(ranks, touched, strict=True):
             self._tables.push(rows, step=step, width=total, node=rank)
@@ -152,6 +156,7 @@ class Worker:
         total, record = trainable(output)
         if not self._options.synchronous:  # a synchronous step divides by its total weight
             total, record = trainable(replace(output, loss=mean_loss(output)))
+        self._changes.check()  # before a gradient is pushed
         total.backward()  # type: ignore[no-untyped-call]
         return record
 

@@ -1,0 +1,182 @@
+"""Completes the gradients of a model sharded by ``fully_shard`` where ranks use different parameters.
+
+FSDP sums the gradients of a unit that a rank has, so that ranks with different ones would add up those of different
+parameters. Here every rank sums those of all parameters of a unit that it computes, with zeros for missing ones. The
+ranks then exchange which parameters had a gradient on any of them, since an optimizer leaves the others alone. Only a
+rank that lacks one waits for the answer.
+
+All access to FSDP's parameter groups is private; it was tried with torch 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+
+from worldsize.collectives.per_rank import zeros_like
+from worldsize.strategies.parameter_changes import hook_count, hooked, switched
+from worldsize.strategies.presence import PresenceExchange
+
+
+@final
+class UnitGradients:
+    """The gradients of all units of ``model``, whose ranks are ``group``; a model that is not sharded has none.
+
+    ``one_update``: whether a step is one forward and backward pass of each micro-batch. Otherwise calls of units wait
+    for backward passes of later updates, and a unit without any gradient on a rank is left to FSDP.
+    """
+
+    def __init__(self, model: nn.Module, group: ProcessGroup | None, *, one_update: bool = True) -> None:
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)] if group else []
+        states: list[Any] = [module._get_fsdp_state() for module in sharded]
+        self._units = [_Unit(unit, counts_calls=one_update) for state in states for unit in state._fsdp_param_groups]
+        self._exchange = PresenceExchange(group, self._units[0].device) if group and self._units else None
+        for state in states:
+            _complete_last(state, self._units)
+
+    def begin(self) -> None:
+        """Begin a step."""
+        for unit in self._units:
+            unit.begin()
+
+    def finish(self) -> None:
+        """Remove the gradients that no rank had, once those of the step are summed; all ranks must call it."""
+        if self._exchange is None:
+            return
+        present = self._exchange.any([each for unit in self._units for each in unit.present])
+        if all(present):
+            return
+        parameters = [each for unit in self._units for each in unit.parameters]
+        for parameter, is_present in zip(parameters, present, strict=True):
+            if not is_present:
+                parameter.grad = None
+
+
+def _complete_last(state: Any, units: Sequence[_Unit]) -> None:
+    """Complete ``units`` at the end of a backward pass, where FSDP does so with those that have not been."""
+    end = state._root_post_backward_final_callback
+
+    def complete() -> None:
+        for unit in units:
+            unit.is_ending = True
+        for unit in units:
+            unit.release()
+        end()
+        for unit in units:
+            unit.end_pass()
+
+    _replace(state, "_root_post_backward_final_callback", complete)
+
+
+def _replace(owner: Any, name: str, value: object) -> None:
+    """Replace an attribute of an object of torch, where it offers no hook."""
+    setattr(owner, name, value)
+
+
+@final
+class _Unit:
+    """One parameter group of FSDP, whose gradients are summed once in a pass.
+
+    A unit that is called several times in a pass is complete after the last of its backward passes alone, and one whose
+    inputs need no gradient at the end of the whole pass.
+    """
+
+    def __init__(self, group: Any, *, counts_calls: bool) -> None:
+        self._group, self._sum, self._register = group, group.post_backward, group._register_post_backward_hook
+        self._end_forward = group.post_forward
+        self._calls = 0  # of the unit in this pass whose backward passes are to come
+        self._is_held = self._is_reached = False
+        self._present = [False] * len(group.fsdp_params)
+        self._counts_calls = counts_calls
+        _replace(group, "post_backward", self._after_backward)
+        if counts_calls:
+            _replace(group, "_register_post_backward_hook", self._registered)
+            _replace(group, "post_forward", self._after_forward)
+        self.device: torch.device = group.device
+        self.is_ending = False
+        """Whether a backward pass ends, after which no gradient comes."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._present = [not each.sharded_param.requires_grad for each in self._group.fsdp_params]
+        self._is_held = self._is_reached = self.is_ending = False
+        self._calls = 0
+
+    @property
+    def present(self) -> Sequence[bool]:
+        """Whether each parameter had a gradient here, or needs none."""
+        return self._present
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters, which the optimizer has."""
+        return [each.sharded_param for each in self._group.fsdp_params]
+
+    def _after_forward(self, *args: Any) -> Any:
+        self._check()
+        return self._end_forward(*args)
+
+    def _check(self) -> None:
+        """Compare the gathered parameters, which the loss sees, with the sharded ones.
+
+        Raises:
+            ConfigError: the loss has frozen, unfrozen or hooked one.
+        """
+        pairs = [(each, each.unsharded_param) for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
+        if any(whole.requires_grad != each.sharded_param.requires_grad for each, whole in pairs):
+            names = {each._param_fqn.removeprefix("model."): (each.sharded_param, whole) for each, whole in pairs}
+            unfrozen = [name for name, (own, whole) in names.items() if whole.requires_grad > own.requires_grad]
+            frozen = [name for name, (own, whole) in names.items() if whole.requires_grad < own.requires_grad]
+            raise switched(unfrozen, frozen)
+        if any(hook_count(whole) for _, whole in pairs):
+            raise hooked([each._param_fqn.removeprefix("model.") for each, whole in pairs if hook_count(whole)])
+
+    def release(self) -> None:
+        """Sum what waits for a call of the unit that has had no backward pass."""
+        if self._is_held:
+            self._after_backward()
+
+    def end_pass(self) -> None:
+        """Forget the calls of this pass."""
+        self._calls, self.is_ending = 0, False
+
+    def _registered(self, args: Any, kwargs: Any) -> Any:
+        made = self._register(args, kwargs)
+        self._calls += made[0] is not args or made[1] is not kwargs  # else no input needs a gradient
+        return made
+
+    def _after_backward(self, *_: object) -> None:
+        self._calls = 0 if self.is_ending else max(0, self._calls - 1)
+        if not self.is_ending or self._group._training_state.name == "PRE_BACKWARD":
+            self._is_reached = True
+        if not self._group.reduce_grads:
+            self._sum()
+        elif self._calls:
+            self._hold()
+        else:
+            self._complete()
+
+    def _hold(self) -> None:
+        self._is_held = True
+        _replace(self._group, "reduce_grads", False)
+        try:
+            self._sum()
+        finally:
+            _replace(self._group, "reduce_grads", True)
+
+    def _complete(self) -> None:
+        """Sum the gradients over ranks, with zeros for missing ones if the unit was computed in this step."""
+        self._is_held = False
+        own = [each.unsharded_param for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
+        has = [each.grad is not None for each in own]
+        if any(has) or (has and self._is_reached and self._counts_calls):
+            self._present = [one or other for one, other in zip(self._present, has, strict=True)]
+            for parameter, has_gradient in zip(own, has, strict=True):
+                if not has_gradient and parameter.requires_grad:
+                    parameter.grad = zeros_like(parameter)
+        self._sum()
