@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from worldsize.config.instantiate import Allowed, build, check_targets
+from worldsize.config.instantiate import Allowed, build, bundled_targets, check_targets, resolve
+from worldsize.config.search_path import bundle, make_importable
 from worldsize.core import Cluster, ConfigError, Link, Strategy
 
 DDP_TARGET = "worldsize.strategies.ddp.DDP"
+ALL = Allowed((*Allowed().prefixes, "worldsize"))  # as with allow_targets=[worldsize]
 
 
 def make(node: dict[str, Any], allowed: Allowed | None = None) -> Strategy:
@@ -22,13 +24,13 @@ def test_a_nested_target_is_built() -> None:
     link = {"_target_": "worldsize.core.Link", "bandwidth": 1e9, "latency": 1e-5}
     shape = {"name": "two", "nodes": 1, "processes": 2, "device": "cpu", "backend": "gloo"}
     node = {"_target_": "worldsize.core.Cluster", **shape, "links": {"node": link}}
-    built = build(node, Cluster, allowed=Allowed(), key="cluster")
+    built = build(node, Cluster, allowed=ALL, key="cluster")
     assert built == Cluster("two", 1, 2, "cpu", "gloo", links={"node": Link(1e9, 1e-5)})
 
 
 def test_a_misspelt_class_is_told_with_those_of_its_module_and_not_with_what_that_imports() -> None:
     with pytest.raises(ConfigError, match="did you mean 'DDP'") as refused:
-        make({"_target_": "worldsize.strategies.ddp.DPD"})
+        make({"_target_": "worldsize.strategies.ddp.DPD"}, ALL)
     known = str(refused.value).partition("Known: ")[2].rstrip(".").split(", ")
     assert "DDP" in known
     assert not {"Mapping", "annotations", "torch", "Strategy"} & {*known}
@@ -40,7 +42,7 @@ def test_a_misspelt_class_is_told_with_those_of_its_module_and_not_with_what_tha
     "target", ["os.system", "builtins.eval", "subprocess.run", "torchx.nn.Linear", "worldsizes.x", 3]
 )
 def test_a_target_outside_the_allow_list_is_refused(target: Any) -> None:
-    with pytest.raises(ConfigError, match="outside the allow-list. Allowed: worldsize,"):
+    with pytest.raises(ConfigError, match=r"outside the allow-list\. Allowed: .* Add to it with"):
         make({"_target_": target})
 
 
@@ -49,7 +51,7 @@ def test_a_target_outside_the_allow_list_is_refused(target: Any) -> None:
 )
 def test_an_alias_of_something_outside_is_refused(target: str) -> None:
     with pytest.raises(ConfigError, match="which is outside the allow-list"):
-        make({"_target_": target})
+        make({"_target_": target}, ALL)
 
 
 def test_a_refused_target_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,8 +70,54 @@ def test_a_user_may_add_to_the_allow_list() -> None:
 
 
 def test_a_target_that_does_not_exist_names_its_neighbour() -> None:
-    with pytest.raises(ConfigError, match="has no 'DPD'; did you mean 'DDP'"):
+    with pytest.raises(ConfigError, match="did you mean 'worldsize.strategies.ddp.DDP'"):
         make({"_target_": "worldsize.strategies.ddp.DPD"})
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "worldsize.app.logs._shown",  # runs any command
+        "worldsize.launch.local.Local.launch",
+        "worldsize.core.Cluster",
+        "recipes.digits.recipe._anything",
+        "torch.nn.functional.relu",
+        "torch.nn.Module.register_forward_hook",
+        "torch.optim._functional.adam",
+        "torch.nn.modules.linear._LinearWithBias",
+    ],
+)
+def test_only_what_a_configuration_may_name_is_built(target: str) -> None:
+    with pytest.raises(ConfigError, match="outside the allow-list|does not exist"):
+        make({"_target_": target})
+
+
+def test_every_target_of_the_bundled_files_is_admitted_and_exists() -> None:
+    make_importable([bundle()])
+    for target in bundled_targets():
+        assert callable(resolve(target, Allowed(), "key")), target
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "Adafactor", "lr_scheduler.CosineAnnealingLR"])
+def test_classes_of_torch_are_admitted_wherever_torch_defines_them(name: str) -> None:
+    assert resolve(f"torch.optim.{name}", Allowed(), "optimizer")
+
+
+def test_a_module_of_the_users_may_show_what_a_private_one_defines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "shown_by"
+    folder.mkdir()
+    (folder / "_private.py").write_text("class Own:\n    pass\n\n\ndef _hidden(): ...\n")
+    (folder / "__init__.py").write_text(
+        "from shown_by._private import Own, _hidden\nfrom worldsize.app.logs import _shown as shown\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    allowed = Allowed((*Allowed().prefixes, "shown_by"))
+    assert resolve("shown_by.Own", allowed, "recipe")
+    for refused in ("shown_by._hidden", "shown_by.shown", "shown_by._private.Own"):
+        with pytest.raises(ConfigError, match="outside the allow-list"):
+            resolve(refused, allowed, "recipe")
 
 
 def test_a_module_that_does_not_exist_is_named() -> None:

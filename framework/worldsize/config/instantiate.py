@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -14,25 +16,76 @@ import hydra.utils
 from hydra.errors import InstantiationException
 
 from worldsize.config.files_read import place_of
+from worldsize.config.installed import installed
 from worldsize.config.optimizer_groups import check_groups, makes_optimizer, with_groups
+from worldsize.config.search_path import bundle, folders_of, main_conf
 from worldsize.core.limits import check_limits, hints_of
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
 from worldsize.optimizers.arguments import check_tuples
 
 T = TypeVar("T")
 
-ALLOWED = ("worldsize", "recipes", "plugins", "torch.nn", "torch.optim")
+_LIBRARIES = ("torch.nn", "torch.optim")  # of which a configuration may name the public classes
+ALLOWED = ("recipes", "plugins", *_LIBRARIES)
+_TARGET = re.compile(r"^[^#\n]*\b_target_: *([\w.]+)", re.MULTILINE)
+_NUMERICS = "worldsize.core.Numerics"  # a default of the schema, in no file
 _SCALARS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Module prefixes whose callables a configuration may name."""
+    """Decides which callables a configuration may name.
+
+    These are the targets of the bundled YAML files, and public names in modules below ``prefixes``: of torch, classes
+    alone. A prefix may be the whole name of a target, which is then admitted whatever it is.
+    """
 
     prefixes: tuple[str, ...] = ALLOWED
 
     def admits(self, path: str) -> bool:
-        return any(path == prefix or path.startswith(prefix + ".") for prefix in self.prefixes)
+        """Return whether ``path`` may be imported; what it names must then pass :meth:`admits_object`."""
+        if path in bundled_targets() or path in self.prefixes:
+            return True
+        return any(not _is_private(path.removeprefix(prefix)) for prefix in self._around(path))
+
+    def admits_object(self, path: str, located: Any) -> bool:
+        """Return whether ``located``, which the admitted ``path`` names, is no alias of something else."""
+        if path in bundled_targets() or path in self.prefixes:
+            return True
+        origin = origin_of(located)
+        if any(origin.startswith(prefix + ".") for prefix in _LIBRARIES):
+            return inspect.isclass(located) and not located.__name__.startswith("_")
+        # a public name may stand for what a private module defines
+        return origin in bundled_targets() or origin in self.prefixes or bool(self._around(origin))
+
+    def _around(self, path: str) -> list[str]:
+        return [prefix for prefix in self.prefixes if path.startswith(prefix + ".")]
+
+    def remedy(self, path: str) -> str:
+        """Return the end of a refusal of ``path``."""
+        near = neighbours(path, bundled_targets()) if path.partition(".")[0] == __name__.partition(".")[0] else "."
+        return (
+            f"{near} Allowed: targets in worldsize's own YAML files, and public names in {', '.join(self.prefixes)} "
+            "(of torch, classes). Add to it with allow_targets=[your.module]."
+        )
+
+
+def _is_private(path: str) -> bool:
+    return any(part.startswith("_") for part in path.split("."))
+
+
+def origin_of(located: Any) -> str:
+    """Return the dotted path under which ``located`` was defined."""
+    return f"{getattr(located, '__module__', '')}.{getattr(located, '__qualname__', '')}"
+
+
+@cache
+def bundled_targets() -> frozenset[str]:
+    """Return the targets that the YAML files of worldsize and of installed plugins name."""
+    plugins = [*folders_of(bundle()), *(plugin.folder for plugin in installed() if plugin.folder)]
+    files = [file for folder in (main_conf(), *(each / "conf" for each in plugins)) for file in folder.rglob("*.yaml")]
+    named = {target for file in files for target in _TARGET.findall(file.read_text(errors="replace"))}
+    return frozenset(named | {_NUMERICS})
 
 
 def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
@@ -83,19 +136,15 @@ def resolve(target: str, allowed: Allowed, key: str) -> Any:
     """Return the callable that ``target`` names; an alias of something outside the allow-list is also refused."""
     _check_prefix(target, allowed, key)
     located = _locate(target, key)
-    origin = f"{getattr(located, '__module__', '')}.{getattr(located, '__qualname__', '')}"
-    if not allowed.admits(origin):
-        raise ConfigError(f"{key}: {target} is {origin}, which is outside the allow-list. {_remedy(allowed)}")
+    if not allowed.admits_object(target, located):
+        origin = origin_of(located)
+        raise ConfigError(f"{key}: {target} is {origin}, which is outside the allow-list{allowed.remedy(origin)}")
     return located
 
 
 def _check_prefix(target: Any, allowed: Allowed, key: str) -> None:
     if not isinstance(target, str) or not allowed.admits(target):
-        raise ConfigError(f"{key}: _target_ {target!r} is outside the allow-list. {_remedy(allowed)}")
-
-
-def _remedy(allowed: Allowed) -> str:
-    return f"Allowed: {', '.join(allowed.prefixes)}; add to it with allow_targets=[your.module]."
+        raise ConfigError(f"{key}: _target_ {target!r} is outside the allow-list{allowed.remedy(str(target))}")
 
 
 def _locate(target: str, key: str) -> Any:

@@ -110,7 +110,7 @@ def _bundled_launcher(node: Mapping[str, Any]) -> BatchLauncher | None:
             f"another user's run was launched by {printable(target)}, which is not imported for that. "
             "Ask its scheduler yourself."
         )
-    kind = resolve(target, Allowed(("worldsize.launch",)), "launcher")
+    kind = resolve(target, Allowed(), "launcher")
     if not (inspect.isclass(kind) and issubclass(kind, LaunchMethod) and not inspect.isabstract(kind)):
         raise ConfigError(f"another user's run was launched by {target}, which is no launcher.")
     if not issubclass(kind, BatchLauncher):
