@@ -68,16 +68,20 @@ Round = Callable[[], object]
 # ---------------------------------------------------------------- ours
 
 
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def _serve(folder: Path, wire: str, *, sparse: bool) -> None:
     torch.set_num_threads(1)
     keys = issue_certificate(folder / "keys", "server-0") if wire == "tls" else None
     listener = listen("tcp:127.0.0.1:0" if wire == "tls" else f"unix:{folder}/server", keys)
     model = nn.ParameterList([torch.zeros(0 if sparse else EACH) for _ in range(1 if sparse else PARAMETERS)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = _sgd(model)
     owned = () if sparse else plan_shards(dict(model.named_parameters()), 1, bucket_bytes=4 << 20, cut=True)[0]
     update = update_of(optimizer, optimizer.param_groups[0], TABLE.name)
     tables = [Rows(TABLE, RowRule(seed=0), 0, update)] if sparse else []
-    parameters = ShardParameters(TrainState(model, optimizer, None), owned, tables)
+    parameters = ShardParameters(TrainState(model, optimizer, None), owned, tables, make=_sgd)
     shard = Shard(parameters, Rule(1, requires_commit=not sparse))
     log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
     server = ShardServer(ShardMaster(PushReceiver(shard, None), Sessions(), log, timeout=60.0), listener, keys)
