@@ -27,6 +27,7 @@ class OrderedScatters:
     def __init__(
         self, model: nn.Module, group: ProcessGroup, copies: ProcessGroup | None = None, dealing: Dealing = "cyclic"
     ) -> None:
+        self.dealing: Dealing = dealing
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._scatters = [_OrderedScatter(_Exchange(group, copies), dealing) for _ in units]
         for module, scatter in zip(units, self._scatters, strict=True):

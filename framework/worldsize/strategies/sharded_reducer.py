@@ -76,7 +76,7 @@ def sharded_reducer(
     order = UnitOrder(model, world.group) if takes_one_update else None
     units = Units(UnitGradients(model, world.group, one_update=takes_one_update), order)
     if scatters is not None:
-        return OrderedShardReducer(model, world, scatters, units, buffers, scalars, dealing, logical_ranks)
+        return OrderedShardReducer(model, world, scatters, units, buffers, scalars, logical_ranks)
     return ReduceScatterReducer(
         model, world, units, buffers, scalars, accumulates_shards=accumulates_shards, logical_ranks=logical_ranks
     )
@@ -188,11 +188,10 @@ class OrderedShardReducer(OrderedSums):
         units: Units,
         buffers: BufferMean,
         scalars: ScalarGradients,
-        dealing: Dealing,
         logical_ranks: int | None = None,
     ) -> None:
         assert isinstance(model, nn.Module)
-        self._model, self._world, self._buffers, self.dealing = model, world, buffers, dealing
+        self._model, self._world, self._buffers, self.dealing = model, world, buffers, scatters.dealing
         self._logical_ranks = logical_ranks
         self._scatters, self._units, self._scalars = scatters, units, scalars
 

@@ -128,13 +128,13 @@ class _Unit:
             ConfigError: the loss has frozen, unfrozen or hooked one.
         """
         pairs = [(each, each.unsharded_param) for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
-        if any(whole.requires_grad != each.sharded_param.requires_grad for each, whole in pairs):
-            names = {each._param_fqn.removeprefix("model."): (each.sharded_param, whole) for each, whole in pairs}
-            unfrozen = [name for name, (own, whole) in names.items() if whole.requires_grad > own.requires_grad]
-            frozen = [name for name, (own, whole) in names.items() if whole.requires_grad < own.requires_grad]
+        if any(gathered.requires_grad != each.sharded_param.requires_grad for each, gathered in pairs):
+            names = {each._param_fqn.removeprefix("model."): (each.sharded_param, gathered) for each, gathered in pairs}
+            unfrozen = [name for name, (own, gathered) in names.items() if gathered.requires_grad > own.requires_grad]
+            frozen = [name for name, (own, gathered) in names.items() if gathered.requires_grad < own.requires_grad]
             raise switched(unfrozen, frozen)
-        if any(hook_count(whole) for _, whole in pairs):
-            raise hooked([each._param_fqn.removeprefix("model.") for each, whole in pairs if hook_count(whole)])
+        if any(hook_count(gathered) for _, gathered in pairs):
+            raise hooked([each._param_fqn.removeprefix("model.") for each, gathered in pairs if hook_count(gathered)])
 
     def release(self) -> None:
         """Sum what waits for a call of the unit that has had no backward pass."""
