@@ -247,7 +247,10 @@ REFUSALS = {
     ),
     "a node without GPUs": (["cluster=node"], "this machine has no GPU"),
     "no hosts": (["cluster=ssh"], "cluster.hosts is missing, and has no default. Set cluster.hosts=[a,b]."),
-    "target that does not exist": (["strategy._target_=worldsize.strategies.ddp.DPD"], "did you mean 'DDP'?"),
+    "target that does not exist": (
+        ["strategy._target_=worldsize.strategies.ddp.DPD"],
+        "did you mean 'worldsize.strategies.ddp.DDP'?",
+    ),
     "target outside": (["strategy._target_=os.system"], "'os.system' is outside the allow-list."),
     "not an override": (["steps"], "steps"),
 }

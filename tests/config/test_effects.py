@@ -50,9 +50,10 @@ def test_a_typed_value_without_an_effect_is_refused(train: Any, words: str, mess
 def test_a_rate_that_nothing_in_the_run_takes_is_refused(train: Any, tmp_path: Path) -> None:
     text = "# @package _global_\n# own\nsteps: 2\nbatch_size: 4\nrecipe: {_target_: worldsize.testing.recipes.Chain}\n"
     write_recipe(tmp_path, "own", "", own=text)
-    assert train("recipe=own", "launch=show").code == 0
+    own = ("recipe=own", "launch=show", "allow_targets=[worldsize.testing]")
+    assert train(*own).code == 0
     for word in ("lr=0.1", "optimizer=sgd"):
-        run = train("recipe=own", "launch=show", word)
+        run = train(*own, word)
         assert (run.code, f"{word} has no effect: nothing in this run takes" in run.error) == (2, True), run.error
 
 

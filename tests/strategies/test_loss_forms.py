@@ -36,7 +36,8 @@ def test_a_loss_that_cannot_be_differentiated_is_refused(loss: Any, message: str
 )
 def test_the_rank_and_the_step_of_such_a_loss_are_named(train: Any, tmp_path: Path, kind: str, message: str) -> None:
     write_recipe(tmp_path, "own", "", own=_TEXT.replace("KIND", kind))
-    run = train("recipe=own", "cluster.processes=2", "cluster.threads=1", "checkpoint=none")
+    words = ("cluster.processes=2", "cluster.threads=1", "checkpoint=none", "allow_targets=[worldsize.testing]")
+    run = train("recipe=own", *words)
     assert run.code == 1
     first, sentence, *_ = run.error.splitlines()
     assert first.startswith("worker ")

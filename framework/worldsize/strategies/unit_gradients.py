@@ -39,10 +39,10 @@ class UnitGradients:
         for state in states:
             _complete_last(state, self._units)
 
-    def begin(self) -> None:
-        """Begin a step."""
+    def begin(self, *, counts: bool = True) -> None:
+        """Begin a step; without ``counts``, passes until the next call leave no gradients, and complete none."""
         for unit in self._units:
-            unit.begin()
+            unit.begin(counts=counts)
 
     def finish(self) -> None:
         """Remove the gradients that no rank had, once those of the step are summed; all ranks must call it."""
@@ -90,7 +90,7 @@ class _Unit:
         self._group, self._sum, self._register = group, group.post_backward, group._register_post_backward_hook
         self._end_forward = group.post_forward
         self._calls = 0  # of the unit in this pass whose backward passes are to come
-        self._is_held = self._is_reached = False
+        self._is_held = self._is_reached = self._counts = False
         self._present = [False] * len(group.fsdp_params)
         self._counts_calls = counts_calls
         _replace(group, "post_backward", self._after_backward)
@@ -101,8 +101,9 @@ class _Unit:
         self.is_ending = False
         """Whether a backward pass ends, after which no gradient comes."""
 
-    def begin(self) -> None:
-        """Begin a step."""
+    def begin(self, *, counts: bool) -> None:
+        """Begin a step, or passes of it that leave no gradients."""
+        self._counts = counts
         self._present = [not each.sharded_param.requires_grad for each in self._group.fsdp_params]
         self._is_held = self._is_reached = self.is_ending = False
         self._calls = 0
@@ -151,6 +152,9 @@ class _Unit:
         return made
 
     def _after_backward(self, *_: object) -> None:
+        if not self._counts:
+            self._sum()
+            return
         self._calls = 0 if self.is_ending else max(0, self._calls - 1)
         if not self.is_ending or self._group._training_state.name == "PRE_BACKWARD":
             self._is_reached = True

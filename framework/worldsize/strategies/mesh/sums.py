@@ -89,7 +89,7 @@ class StageSums(ABC):
 
     @abstractmethod
     def begin_passes(self) -> None:
-        """Restore buffers after passes that do not count: torch makes one to learn the shapes of messages."""
+        """Begin the passes that count, and restore buffers: torch makes one to learn the shapes of messages."""
 
     @abstractmethod
     def forwarded(self, place: int) -> None:
@@ -121,7 +121,7 @@ class FlatSums(StageSums):
     def step(self, count: int) -> Iterator[None]:
         self._idle = self._parts.idle(count)
         self._first = [buffer.clone() for buffer in self._all] if self._idle else []
-        self._gradients.begin()
+        self._gradients.begin(counts=False)
         with self._buffers.step(count) as self._step:
             yield
         self._gradients.finish()
@@ -130,6 +130,7 @@ class FlatSums(StageSums):
     def begin_passes(self) -> None:
         assert self._step is not None
         self._step.restore()
+        self._gradients.begin()
 
     def forwarded(self, place: int) -> None:
         assert self._step is not None
@@ -172,7 +173,7 @@ class TreeSums(StageSums):
         self._order, self._counters = self._parts.order(count), [Counter() for _ in range(nodes)]
         self._idle, self._taken = self._parts.idle(count), 0
         self._begin_scatters(0 if self._idle else count)
-        self._gradients.begin()
+        self._gradients.begin(counts=False)
         self._presence = Presence(self._trained() if self._scatters is None else ())
         with self._buffers.step(count) as self._step:
             yield
@@ -184,6 +185,7 @@ class TreeSums(StageSums):
     def begin_passes(self) -> None:
         assert self._step is not None
         self._step.restore()
+        self._gradients.begin()
 
     def forwarded(self, place: int) -> None:
         assert self._step is not None
