@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,14 @@ class FolderStore(Store):
         """Wait for a key and return its value."""
         self.wait([key])
         return self._path(key).read_bytes()
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter, which begins at 0, and return the sum."""
+        with (self._folder / ".lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # freed also if this process dies
+            total = value + (int(self.get(key)) if self.check([key]) else 0)
+            self.set(key, str(total))
+        return total
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all ``keys`` have values."""

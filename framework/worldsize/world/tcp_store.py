@@ -36,6 +36,10 @@ class PatientStore(Store):
         self.wait([key])
         return self._store.get(key)
 
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter, which begins at 0, and return the sum."""
+        return self._store.add(key, value)
+
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all ``keys`` have values."""
         return self._store.check([*keys])
