@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed import TCPStore
 
-from worldsize.core import Cluster, World
+from worldsize.core import Cluster, ConfigError, MicroBatch, RunContext, World
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.sharded_reducer import Units
+from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.unit_gradients import UnitGradients
 from worldsize.strategies.unit_order import UnitOrder
+from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 from worldsize.world.meetings import Meetings
 from worldsize.world.world import regrouped
@@ -50,3 +56,42 @@ def test_units_change_their_order_in_a_gang_that_heals(tmp_path: Path, place: st
         return True
 
     assert run_in_worlds(run_steps, 2) == [True, True]
+
+
+@dataclass(frozen=True)
+class OneMore(Chain):
+    """Uses its last layer only for inputs that are positive; its norm layer has buffers that ranks average."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1), nn.Linear(4, 1))
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        assert isinstance(model, nn.Sequential)
+        out: Tensor = model[:3](batch)
+        if batch.max() > 0:
+            out = out + model[3](batch)
+        return out.square().mean()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in its loss", "after its backward pass"])
+def test_a_rank_that_computes_one_unit_more_is_refused_in_its_first_step(late: bool) -> None:
+    def refusal(world: World) -> str:
+        replica = FSDP(wrap="size", wrap_parameters=1).replica(OneMore(), RunContext(world))
+        assert isinstance(replica, SynchronousReplica)
+        has_more = world.rank == 0
+
+        def backward(batch: MicroBatch, scale: float) -> LossRecord:
+            record = replica._backward(batch, scale)
+            if late and has_more:
+                assert isinstance(replica.model, nn.Sequential)
+                replica.model[3](batch.data)
+            return record
+
+        data = torch.arange(8.0).view(2, 4) - (0 if has_more and not late else 100)
+        with pytest.raises(ConfigError) as error:
+            replica.reducer.run([MicroBatch(data, world.rank, 1)], backward)
+        return str(error.value)
+
+    one, other = run_in_worlds(refusal, 2)
+    assert "this process computes 3 where others do not" in one
+    assert "this process has computed all its parts of the model when others compute one more" in other

@@ -140,7 +140,7 @@ class ReduceScatterReducer(GradientReducer):
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         losses = []
         logical_ranks = self._logical_ranks or len(batches) * self._size
-        with self._units.step(), self._buffers.step(len(batches)) as buffers:
+        with self._buffers.step(len(batches)) as buffers, self._units.step():  # sums buffers last
             if _is_one_short(batches, logical_ranks, self._size):
                 self._synchronize(last=False)
                 backward(batches[0], 0.0)
@@ -201,7 +201,7 @@ class OrderedShardReducer(OrderedSums):
         tree = summation_tree(len(batches), size, "block") if is_block else Tree(logical_ranks, size)
         nodes = tree.nodes_of(0 if is_block else self._world.rank)
         order = [leaf for node in range(nodes) for leaf in tree.leaves(node)]
-        with self._units.step(), self._buffers.step(len(batches)) as buffers:
+        with self._buffers.step(len(batches)) as buffers, self._units.step():  # sums buffers last
             if _is_one_short(batches, logical_ranks, size):
                 self._scatters.begin(nodes, 0, logical_ranks=logical_ranks)
                 backward(batches[0], 0.0)

@@ -21,6 +21,7 @@ from worldsize.collectives.step_timer import started, wait
 from worldsize.core import ConfigError
 
 _END = -1  # the event after the last collective of a step
+_LOSS = -2  # the event after the last collective of a forward pass: others may follow that are of no unit
 _Size = Sequence[int | torch.SymInt]
 
 
@@ -48,6 +49,7 @@ class UnitOrder:
                 module.set_custom_all_gather(_CheckedGather(units[0]._all_gather_comm, self, 2 * number))
                 module.set_custom_reduce_scatter(_CheckedScatter(units[0]._reduce_scatter_comm, self, 2 * number + 1))
                 self._names.append(name.removeprefix("model.") or "the model")  # in a CallingRoot
+        model.register_forward_hook(self._after_loss)
 
     def begin(self) -> None:
         """Begin a step."""
@@ -57,6 +59,9 @@ class UnitOrder:
         """End the step. Raises the error of :meth:`check`."""
         self.check(_END)
         self._is_first = self._is_open = False
+
+    def _after_loss(self, *_: object) -> None:
+        self.check(_LOSS)
 
     def check(self, event: int) -> None:
         """Check the next collective, twice the unit's index, plus one if it sums gradients. Others wait for the same.
@@ -99,7 +104,7 @@ class UnitOrder:
         return timeout
 
     def _differs(self, event: int) -> ConfigError:
-        if event == _END:
+        if event in (_LOSS, _END):
             done = "has computed all its parts of the model when others compute one more"
         else:
             done = f"{'sums gradients of' if event % 2 else 'computes'} {self._names[event // 2]} where others do not"
