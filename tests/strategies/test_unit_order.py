@@ -95,3 +95,14 @@ def test_a_rank_that_computes_one_unit_more_is_refused_in_its_first_step(late: b
     one, other = run_in_worlds(refusal, 2)
     assert "this process computes 3 where others do not" in one
     assert "this process has computed all its parts of the model when others compute one more" in other
+
+
+def test_collectives_after_a_step_that_failed_are_not_compared() -> None:
+    def run_steps(world: World) -> bool:
+        order = unit_order(world)
+        with pytest.raises(ConnectionError), Units(UnitGradients(nn.Module(), None), order).step():
+            raise ConnectionError("the gang has ended")
+        order.check(GATHER if world.rank == 0 else OTHER_GATHER)
+        return True
+
+    assert run_in_worlds(run_steps, 2) == [True, True]

@@ -7,7 +7,7 @@ than others first computes one of its own for nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -103,11 +103,8 @@ class Units:
     def step(self) -> Iterator[None]:
         """Enter a step; when it ends, parameters that no rank has used have no gradient."""
         self.gradients.begin()
-        if self.order is not None:
-            self.order.begin()
-        yield
-        if self.order is not None:
-            self.order.end()
+        with self.order.step() if self.order is not None else nullcontext():
+            yield
         self.gradients.finish()
 
 

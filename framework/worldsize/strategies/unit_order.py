@@ -6,7 +6,8 @@ receive what another sends for a different part, and training would go on with a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, final
 
@@ -51,14 +52,19 @@ class UnitOrder:
                 self._names.append(name.removeprefix("model.") or "the model")  # in a CallingRoot
         model.register_forward_hook(self._after_loss)
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self._sequence, self._is_open = 0, True
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Check the collectives inside the context, and at its end that no rank has more. Raises :meth:`check`'s error.
 
-    def end(self) -> None:
-        """End the step. Raises the error of :meth:`check`."""
-        self.check(_END)
-        self._is_first = self._is_open = False
+        A step that raises an error ends, too: evaluation, and a repeated step, may run other collectives.
+        """
+        self._sequence, self._is_open = 0, True
+        try:
+            yield
+            self.check(_END)
+            self._is_first = False
+        finally:
+            self._is_open = False
 
     def _after_loss(self, *_: object) -> None:
         self.check(_LOSS)
