@@ -52,9 +52,13 @@ class PresenceExchange:
         if self._sent is not None:
             wait(self._sent[0])
             self._sent = None
-        any_n = torch.tensor(present, dtype=torch.uint8, device=self._device)
+        has_all = all(present)
+        if has_all:
+            any_n = torch.ones(len(present), dtype=torch.uint8, device=self._device)  # no copy, which awaits a GPU
+        else:
+            any_n = torch.tensor(present, dtype=torch.uint8, device=self._device)
         work = started(dist.all_reduce(any_n, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
-        if all(present):
+        if has_all:
             self._sent = work, any_n
             return present
         wait(work)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import chain
 from typing import final
 
@@ -16,6 +16,7 @@ from worldsize.collectives.ordered import Counter, Tree, reduce_ordered
 from worldsize.collectives.staged import finished
 from worldsize.collectives.step_timer import wait
 from worldsize.core import Dealing, Reduction
+from worldsize.strategies.presence import Presence
 
 
 class ScalarGradients(ABC):
@@ -74,7 +75,8 @@ class _FlatScalars(ScalarGradients):
         for parameters in self._tables:
             table_2n = _table(parameters)
             wait(dist.all_reduce(table_2n, group=self._group, async_op=True))
-            _set(parameters, table_2n, self._group.size())
+            present = {index for index, parameter in enumerate(parameters) if parameter.grad is not None}
+            _set(parameters, table_2n, self._group.size(), present)
 
 
 @final
@@ -84,6 +86,7 @@ class _OrderedScalars(ScalarGradients):
     def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup, dealing: Dealing) -> None:
         self._tables, self._group, self._dealing = _by_dtype(parameters), group, dealing
         self._counters: list[Counter] = []
+        self._presences: list[Presence] = []  # of the gradients of each table in this step
         self._node: dict[int, int] = {}  # of each micro-batch of this rank
         self._logical_ranks = self._nodes = 1
 
@@ -96,18 +99,22 @@ class _OrderedScalars(ScalarGradients):
             self._nodes = tree.nodes
             self._node = {leaf: node for node in range(tree.nodes_of(rank)) for leaf in tree.leaves(node)}
         self._counters = [Counter() for _ in set(self._node.values())]
+        self._presences = [Presence(parameters) for parameters in self._tables]
 
     def add(self, batch: int) -> None:
         self._counters[self._node[batch]].add([_table(parameters) for parameters in self._tables])
+        for presence in self._presences:
+            presence.note()
         for parameter in chain.from_iterable(self._tables):
             parameter.grad = None
 
     def finish(self) -> None:
         sums = [counter.waiting[0] for counter in self._counters]
-        for parameters, *rows in zip(self._tables, *sums, strict=True):
+        for parameters, presence, *rows in zip(self._tables, self._presences, *sums, strict=True):
             flat = [row.flatten() for row in rows]
             total = finished(reduce_ordered(flat, self._group, self._dealing, nodes=self._nodes))
-            _set(parameters, total.view(2, -1), self._logical_ranks)
+            present = {*range(len(parameters))} - presence.absent
+            _set(parameters, total.view(2, -1), self._logical_ranks, present)
         self._counters = []
 
 
@@ -125,8 +132,10 @@ def _table(parameters: Sequence[nn.Parameter]) -> Tensor:
     return table_2n
 
 
-def _set(parameters: Sequence[nn.Parameter], total_2n: Tensor, divisor: int) -> None:
-    """Set the gradients, those that any micro-batch had, from the sums of :func:`_table`."""
-    for parameter, total, count in zip(parameters, *(total_2n / divisor), strict=True):
-        is_used = parameter.grad is not None or bool(count)  # a GPU is not waited for if this rank has one
-        parameter.grad = total.clone() if is_used else None
+def _set(parameters: Sequence[nn.Parameter], total_2n: Tensor, divisor: int, present: Set[int]) -> None:
+    """Set the gradients, those that any micro-batch had, from the sums of :func:`_table`.
+
+    ``present``: indices of gradients that this rank had, for which it need not wait for the sums on a GPU.
+    """
+    for index, (parameter, total, count) in enumerate(zip(parameters, *(total_2n / divisor), strict=True)):
+        parameter.grad = total.clone() if index in present or bool(count) else None
