@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 
 from worldsize.core import Cluster, ConfigError, MicroBatch, RunContext, World
+from worldsize.strategies import unit_order as unit_order_module
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.sharded_reducer import Units
@@ -106,3 +108,18 @@ def test_collectives_after_a_step_that_failed_are_not_compared() -> None:
         return True
 
     assert run_in_worlds(run_steps, 2) == [True, True]
+
+
+def test_orders_that_never_recur_are_forgotten_by_all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit_order_module, "_MOST", 15)
+
+    def run_steps(world: World) -> list[int]:
+        order, remembered = unit_order(world), []
+        for events in permutations([GATHER, OTHER_GATHER, OTHER_SCATTER, SCATTER]):
+            run_step(order, events)
+            remembered.append(len(order._next))
+        return remembered
+
+    one, other = run_in_worlds(run_steps, 2)
+    assert one == other
+    assert max(one) <= 20

@@ -23,6 +23,7 @@ from worldsize.core import ConfigError
 
 _END = -1  # the event after the last collective of a step
 _LOSS = -2  # the event after the last collective of a forward pass: others may follow that are of no unit
+_MOST, _STEPS = 2**16, 4  # events to remember, some megabytes, or those of as many steps if that is more
 _Size = Sequence[int | torch.SymInt]
 
 
@@ -32,7 +33,7 @@ class UnitOrder:
 
     In its first step the ranks compare each collective before it runs. Later a rank compares its collectives with those
     of its own last step, which costs a look-up, and asks the others only where they differ. If these do not differ,
-    they do not answer, so that the wait has half the timeout of the group.
+    they do not answer, so that the wait has half the timeout of the group. After many different orders all begin anew.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
@@ -41,7 +42,7 @@ class UnitOrder:
         self._next: dict[int, int] = {}  # the event that follows on a sequence of events, by the hash of that
         self._is_first = True
         self._is_open = False
-        self._sequence = self._count = 0
+        self._sequence = self._count = self._longest = 0
         self._device = torch.device("cpu")
         for name, module in model.named_modules():
             units: list[Any] = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
@@ -59,10 +60,14 @@ class UnitOrder:
         A step that raises an error ends, too: evaluation, and a repeated step, may run other collectives.
         """
         self._sequence, self._is_open = 0, True
+        before = self._count
         try:
             yield
             self.check(_END)
-            self._is_first = False
+            self._longest = max(self._longest, self._count - before)
+            self._is_first = len(self._next) > max(_MOST, _STEPS * self._longest)  # on all ranks, which have the same
+            if self._is_first:
+                self._next = {}
         finally:
             self._is_open = False
 
