@@ -1,4 +1,4 @@
-"""All ranks run the collectives of a sharded model in one order, which may be another one in each step."""
+"""All ranks run the collectives of a sharded model in one order, also if it changes from step to step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from worldsize.core import Cluster, ConfigError, MicroBatch, RunContext, World
 from worldsize.strategies import unit_order as unit_order_module

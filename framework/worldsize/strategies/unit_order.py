@@ -23,7 +23,7 @@ from worldsize.core import ConfigError
 
 _END = -1  # the event after the last collective of a step
 _LOSS = -2  # the event after the last collective of a forward pass: others may follow that are of no unit
-_MOST, _STEPS = 2**16, 4  # events to remember, some megabytes, or those of as many steps if that is more
+_MOST, _STEPS = 2**16, 4  # remember this many events (some megabytes), or this many steps if longer
 _Size = Sequence[int | torch.SymInt]
 
 
@@ -33,7 +33,7 @@ class UnitOrder:
 
     In its first step the ranks compare each collective before it runs. Later a rank compares its collectives with those
     of its own last step, which costs a look-up, and asks the others only where they differ. If these do not differ,
-    they do not answer, so that the wait has half the timeout of the group. After many different orders all begin anew.
+    they do not answer, so that the wait has half the timeout of the group. After many different orders all begin again.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
@@ -65,7 +65,7 @@ class UnitOrder:
             yield
             self.check(_END)
             self._longest = max(self._longest, self._count - before)
-            self._is_first = len(self._next) > max(_MOST, _STEPS * self._longest)  # on all ranks, which have the same
+            self._is_first = len(self._next) > max(_MOST, _STEPS * self._longest)  # alike on all ranks
             if self._is_first:
                 self._next = {}
         finally:

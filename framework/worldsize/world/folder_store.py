@@ -45,7 +45,7 @@ class FolderStore(Store):
         return self._path(key).read_bytes()
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter, which begins at 0, and return the sum."""
+        """Add to a counter that begins at 0, and return the sum."""
         with (self._folder / ".lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # freed also if this process dies
             total = value + (int(self.get(key)) if self.check([key]) else 0)

@@ -37,7 +37,7 @@ class PatientStore(Store):
         return self._store.get(key)
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter, which begins at 0, and return the sum."""
+        """Add to a counter that begins at 0, and return the sum."""
         return self._store.add(key, value)
 
     def check(self, keys: Sequence[str]) -> bool:
