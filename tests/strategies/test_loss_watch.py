@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from worldsize.core import ConfigError, RunContext, Strategy, World
+from worldsize.core import ConfigError, MicroBatch, Recipe, RunContext, Strategy, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer
+from worldsize.strategies.loss_record import LossRecord
+from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.loops import Loop
 from worldsize.testing.worlds import run_in_worlds
@@ -32,9 +38,19 @@ class Gathered(Loop):
         return loss
 
 
-def refusal(strategy: Strategy, world: World, logical_ranks: int) -> str:
+@dataclass(frozen=True)
+class Summed(Loop):
+    """Adds the mean output of all processes, by a collective that torch passes on to function modes."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        mean = model(batch[0]).detach().mean()
+        dist.all_reduce(mean)
+        loss: Tensor = super().loss(model, batch) + mean
+        return loss
+
+
+def refusal(strategy: Strategy, world: World, logical_ranks: int, recipe: Recipe = Gathered()) -> str:  # noqa: B008
     """Take a step; return the refusal, or an empty string."""
-    recipe = Gathered()
     replica = strategy.replica(recipe, replace(RunContext(world), logical_ranks=logical_ranks))
     ranks = logical_ranks_of(world.rank, world.size, logical_ranks, replica.dealing)
     batches = micro_batches(recipe.data("train"), Order(3, 24, logical_ranks, ranks), world.device)
@@ -51,9 +67,40 @@ def refusal(strategy: Strategy, world: World, logical_ranks: int) -> str:
 def test_a_loss_that_communicates_is_refused_where_its_value_depends_on_size() -> None:
     def on_two(world: World) -> list[str]:
         ordered = [refusal(strategy(reduce="ordered"), world, 4) for strategy in (DDP, FSDP, ZeRO)]
-        return [*ordered, refusal(DDP(), world, 4), refusal(DDP(), world, 2), refusal(FSDP(), world, 2)]
+        summed = refusal(DDP(), world, 4, Summed())
+        return [*ordered, summed, refusal(DDP(), world, 4), refusal(DDP(), world, 2), refusal(FSDP(), world, 2)]
 
-    for *ordered, some, ddp, fsdp in run_in_worlds(on_two, 2):
+    for *ordered, summed, some, ddp, fsdp in run_in_worlds(on_two, 2):
+        assert "in Summed.loss" in summed  # in the first step of a process
         assert all("Gathered.loss" in each and "reproducibility=elastic" in each for each in ordered)
         assert "more logical ranks than processes" in some
         assert ddp == fsdp == ""  # a logical rank for each process: the loss sees the whole batch
+
+
+class OwnMean(GradientReducer):
+    """A strategy's own exchange of gradients, as plugins write it."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._model, self._world = model, world
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
+        losses = [backward(batch, 1 / len(batches)) for batch in batches]
+        for parameter in self._model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad, group=self._world.group)
+            parameter.grad /= self._world.size
+        return losses
+
+
+def test_collectives_of_a_strategy_are_not_taken_for_those_of_the_loss() -> None:
+    def on_two(world: World) -> list[Tensor]:
+        recipe, context = Loop(), replace(RunContext(world), logical_ranks=4)
+        state = TrainState.of(recipe, recipe.model().to(world.device))
+        replica = SynchronousReplica(recipe, context, train_state=state, reducer=OwnMean(state.model, world))
+        ranks = logical_ranks_of(world.rank, world.size, 4, replica.dealing)
+        for batches in islice(micro_batches(recipe.data("train"), Order(3, 24, 4, ranks), world.device), 2):
+            replica.step(batches)
+        return [parameter.detach() for parameter in state.model.parameters()]
+
+    one, other = run_in_worlds(on_two, 2)
+    assert all(bool((mine == yours).all()) for mine, yours in zip(one, other, strict=True))

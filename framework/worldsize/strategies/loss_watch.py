@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.distributed_c10d as c10d
@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from worldsize.core import ConfigError
 
 _PASSED_ON = (
+    __name__,  # torch's functions are called again by _DataUses
+    "torch.overrides",
     c10d.__name__,
     funcol.__name__,
     "torch.distributed.c10d_logger",
@@ -29,6 +31,7 @@ _PASSED_ON = (
     "torch.autograd",
     "torch.utils",
 )
+_T = TypeVar("_T")
 _OWN = ("torch.distributed.", "torch.nn.parallel.", "worldsize.")  # the callers of a strategy's own collectives
 
 
@@ -80,6 +83,10 @@ class LossWatch:
                 raise self._changed(name)
         for name in data.written() if data else ():
             raise self._changed(name)
+
+    def reduce(self, run: Callable[[], _T]) -> _T:
+        """Call the ``run`` of a strategy's reducer, whose own collectives are not those of the losses inside it."""
+        return run()
 
     def _changed(self, name: str) -> ConfigError:
         module, _, own = name.rpartition(".")
@@ -180,12 +187,17 @@ def _count(tensor: Tensor | None) -> tuple[int, int] | None:
 
 def _program_calls(frame: Any) -> str:
     """Return the function that began a collective, whose frame is ``frame``; empty: it is a strategy's own."""
+    caller = ""
     while frame is not None:
+        if frame.f_code is LossWatch.reduce.__code__:
+            return ""
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith(_PASSED_ON):
-            return "" if name.startswith(_OWN) else f"{frame.f_code.co_qualname} of {name}"
+        if name.startswith(_OWN) and not name.startswith(_PASSED_ON):
+            return caller
+        if not caller and not name.startswith(_PASSED_ON):
+            caller = f"{frame.f_code.co_qualname} of {name}"
         frame = frame.f_back
-    return ""
+    return caller
 
 
 @final

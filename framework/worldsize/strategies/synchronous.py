@@ -77,7 +77,7 @@ class SynchronousReplica(ModelReplica):
         self.optimizer.zero_grad()
         try:
             with self._watch.watching(), self._hooks.suspended():
-                records = self.reducer.run(micro_batches, self._backward)
+                records = self._watch.reduce(partial(self.reducer.run, micro_batches, self._backward))
         finally:  # also where DDP misses the gradient of a parameter that was frozen
             if self._changes is not None:
                 self._changes.check()
