@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
+from worldsize.strategies.loss_watch import LossWatch
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.zero import ZeRO
@@ -49,7 +51,7 @@ class Summed(Loop):
         return loss
 
 
-def refusal(strategy: Strategy, world: World, logical_ranks: int, recipe: Recipe = Gathered()) -> str:  # noqa: B008
+def refusal(strategy: Strategy, world: World, logical_ranks: int, recipe: Recipe = Gathered()) -> str:
     """Take a step; return the refusal, or an empty string."""
     replica = strategy.replica(recipe, replace(RunContext(world), logical_ranks=logical_ranks))
     ranks = logical_ranks_of(world.rank, world.size, logical_ranks, replica.dealing)
@@ -104,3 +106,19 @@ def test_collectives_of_a_strategy_are_not_taken_for_those_of_the_loss() -> None
 
     one, other = run_in_worlds(on_two, 2)
     assert all(bool((mine == yours).all()) for mine, yours in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("when", range(3))
+def test_data_written_in_any_pass_of_the_first_step_are_seen(when: int) -> None:
+    model = nn.Linear(2, 1)
+    watch = LossWatch(model, processes=2, logical_ranks=2, ordered=True)
+
+    def advance(index: int) -> None:
+        with watch.watching():
+            if index == when:
+                model.weight.data.mul_(0.5)
+
+    for index in range(when):
+        advance(index)
+    with pytest.raises(ConfigError, match="the loss changes the parameter weight"):
+        advance(when)

@@ -54,7 +54,7 @@ class LossWatch:
         self._is_plain = processes == 1 and logical_ranks == 1  # a plain loop
         self._may_communicate = not ordered and logical_ranks in (1, processes)
         self._ordered = ordered
-        self._is_first = not compiles
+        self._data = None if compiles else _DataUses(model)  # in the first step
         self._held: Sequence[tuple[str, Callable[[], Tensor | None]]] | None = None
 
     def include(self, root: nn.Module) -> None:
@@ -74,15 +74,17 @@ class LossWatch:
         if self._held is None:
             self._held = list(_counted(self._model, self._root, skips_bounded=self._processes == 1))
         before = [_count(find()) for _, find in self._held]
-        data = _DataUses(self._model) if self._is_first else None
-        with self._no_collectives(), data or nullcontext():
+        with self._no_collectives(), self._data or nullcontext():
             yield
-        self._is_first = False
         for (name, find), count in zip(self._held, before, strict=True):
             if count is not None and _count(find()) != count:
                 raise self._changed(name)
-        for name in data.written() if data else ():
+        for name in self._data.written() if self._data else ():
             raise self._changed(name)
+
+    def end_step(self) -> None:
+        """End a step, after the first of which writes through ``parameter.data`` are no longer looked for."""
+        self._data = None
 
     def reduce(self, run: Callable[[], _T]) -> _T:
         """Call the ``run`` of a strategy's reducer, whose own collectives are not those of the losses inside it."""

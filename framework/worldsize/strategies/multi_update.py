@@ -68,6 +68,7 @@ class MultiUpdateReplica(ModelReplica):
         results: list[UpdateResult] = []
         while (result := self._update(passes, micro_batches)) is not None:
             results.append(result)
+        self._watch.end_step()
         self._update_scale()
         returned = step_metrics([each.take_metrics() for each in passes])
         combined = step_result(results, rates, returned, kind=type(self.recipe).__name__, step=micro_batches[0].step)

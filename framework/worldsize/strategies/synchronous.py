@@ -78,6 +78,7 @@ class SynchronousReplica(ModelReplica):
         try:
             with self._watch.watching(), self._hooks.suspended():
                 records = self._watch.reduce(partial(self.reducer.run, micro_batches, self._backward))
+            self._watch.end_step()
         finally:  # also where DDP misses the gradient of a parameter that was frozen
             if self._changes is not None:
                 self._changes.check()

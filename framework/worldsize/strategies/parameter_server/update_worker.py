@@ -126,6 +126,7 @@ class UpdateWorker:
                     yield {"update": list(arrivals), **unit, "records": messages}
                 for name in arrivals:
                     self._pull(name, counts[name])
+        self._watch.end_step()
         self._unowned.check()
         if self._options() != options:
             raise ConfigError(

@@ -106,6 +106,7 @@ class Worker:
         with self._context.timing.measured(step):
             records = self._learn(batches, step, ranks)
             self._dense.settle()
+        self._watch.end_step()
         self._unowned.check()
         return {"unit": [step, ranks], "records": [record.message() for record in records]}
 
