@@ -30,7 +30,7 @@ class GradientHooks:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Keep autograd from calling hooks inside the context, after which they are registered as before.
+        """Keep autograd from calling hooks inside the context, which may remove hooks.
 
         Raises:
             ConfigError: a hook was registered inside the context, where it was called with parts of a gradient.
@@ -38,17 +38,22 @@ class GradientHooks:
         tables = [table for parameter in self._parameters for table in _tables(parameter) if table]
         kept = [dict(table) for table in tables]
         for table in tables:
-            table.clear()
+            table.update(dict.fromkeys(table, _do_nothing))  # keeps the keys, by which handles remove hooks
         try:
             yield
-            if any(table for parameter in self._parameters for table in _tables(parameter)):
+            if any(
+                hook is not _do_nothing
+                for each in self._parameters
+                for table in _tables(each)
+                for hook in table.values()
+            ):
                 raise ConfigError(
                     "a hook on the gradient of a parameter was registered while a loss was computed. Register it when "
                     "the model or the optimizer is made: it is then called once a step, with the whole gradient."
                 )
         finally:
             for table, hooks in zip(tables, kept, strict=True):
-                table.update(hooks)
+                table.update({key: hook for key, hook in hooks.items() if key in table})
 
     def run(self, parameters: Sequence[nn.Parameter]) -> None:
         """Call the hooks of those of ``parameters`` that have a gradient, with it, in the order of a backward pass."""
@@ -56,6 +61,10 @@ class GradientHooks:
             before, after = _tables(parameter)
             if (before or after) and parameter.grad is not None:
                 _call(parameter, list(before.values()), list(after.values()))
+
+
+def _do_nothing(_: Tensor) -> None:
+    """Stand for a hook that is suspended."""
 
 
 def _tables(parameter: Tensor) -> tuple[_Hooks, _Hooks]:
