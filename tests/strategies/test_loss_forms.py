@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.own_recipe import write_recipe
-from worldsize.core import ConfigError, LossOutput
+from worldsize.core import Batch, ConfigError, LossOutput, RunContext, Update, World
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order
 from worldsize.strategies.loss_record import trainable
+from worldsize.strategies.single import Single
+from worldsize.testing.loops import Loop
+from worldsize.testing.update_loops import SharedLoss
 
 _TEXT = "# @package _global_\n# own\nsteps: 4\nbatch_size: 24\nrecipe: {_target_: worldsize.testing.loss_loops.KIND}\n"
 
@@ -28,6 +37,23 @@ _TEXT = "# @package _global_\n# own\nsteps: 4\nbatch_size: 24\nrecipe: {_target_
 def test_a_loss_that_cannot_be_differentiated_is_refused(loss: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trainable(loss)
+
+
+@dataclass(frozen=True)
+class OneOfTwoForms(SharedLoss):
+    """Updates both optimizers by a summed loss, and then one of them by a mean."""
+
+    def updates(self, model: nn.Module, batch: Batch, step: int) -> Iterable[Update]:
+        loss = Loop().loss(model, batch)
+        yield ("others", "matrices"), (loss * len(batch[0]), torch.tensor(float(len(batch[0]))))
+        yield "matrices", Loop().loss(model, batch)
+
+
+def test_an_optimizer_may_have_other_forms_of_loss_alone_and_with_another() -> None:
+    recipe = OneOfTwoForms()
+    replica = Single().replica(recipe, RunContext(World.alone(torch.device("cpu"))))
+    for batches in islice(micro_batches(recipe.data("train"), Order(3, 24, 1, (0,)), torch.device("cpu")), 2):
+        replica.step(batches)
 
 
 @pytest.mark.parametrize(

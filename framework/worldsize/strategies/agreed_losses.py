@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.collectives.exact import start_all_gather
@@ -21,7 +21,7 @@ class AgreedLosses:
 
     def __init__(self, world: World | None) -> None:
         self._world = world
-        self._forms: dict[int, bool] = {}  # whether losses are weighted, by the parameters of an update
+        self._forms: dict[tuple[str, ...], bool] = {}  # whether losses are weighted, by the update
         self._share: Tensor | None = None  # scale of a summed loss in float16, agreed on for each gradient
 
     @property
@@ -29,15 +29,15 @@ class AgreedLosses:
         """The group of the ranks whose gradients are summed; None: this rank alone."""
         return self._world.group if self._world else None
 
-    def check_form(self, parameters: Sequence[nn.Parameter], record: LossRecord) -> None:
+    def check_form(self, record: LossRecord, update: Sequence[str] = ()) -> None:
         """Refuse losses that are means on some ranks and weighted sums on others, which would wait for each other.
 
-        All ranks exchange the form at the first update of ``parameters``; it must then stay the same.
+        All ranks exchange the form at the first ``update`` of these optimizers; it must then stay the same.
 
         Raises:
             ConfigError: the form differs between ranks, or from that of an earlier step.
         """
-        key = id(parameters[0]) if parameters else 0
+        key = (*update,)
         if key not in self._forms:
             self._exchange(record)
             self._forms[key] = record.is_weighted

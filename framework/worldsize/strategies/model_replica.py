@@ -154,11 +154,16 @@ class ModelReplica(Replica):
             loss = loss * self._agreed.fp16_share(record.loss[1])
         return self.scaler.scale(loss if scale == 1 else loss * scale)
 
-    def _weighed(self, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]) -> Sequence[Tensor]:
-        """Divide the gradient by the total weight if losses are sums; return each record's part of the mean loss."""
+    def _weighed(
+        self, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord], update: Sequence[str] = ()
+    ) -> Sequence[Tensor]:
+        """Divide the gradient by the total weight if losses are sums; return each record's part of the mean loss.
+
+        ``update``: names of the optimizers that step, if a recipe has several.
+        """
         share = self._agreed.take_share()
         check_same_form(records)
-        self._agreed.check_form(parameters, records[0])
+        self._agreed.check_form(records[0], update)
         if not records[0].is_weighted:
             return [record.loss for record in records]
         weights = [record.loss[1] for record in records]

@@ -165,7 +165,7 @@ class MultiUpdateReplica(ModelReplica):
         self, names: Sequence[str], parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]
     ) -> UpdateResult:
         """Weigh and clip the gradient, and let the optimizers and their schedules step."""
-        losses = self._weighed(parameters, records)
+        losses = self._weighed(parameters, records, names)
         self._hooks.run(parameters)
         with phase("update"):
             norm, skipped = self._stepped([self._parts[name] for name in names], parameters)

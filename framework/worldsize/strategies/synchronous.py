@@ -96,7 +96,7 @@ class SynchronousReplica(ModelReplica):
         with self._autocast():
             compute = partial(self._loss, batch)
             loss, record = compute() if self._module is None else self._module(compute)
-        self._agreed.check_form(self._parameters, record)
+        self._agreed.check_form(record)
         self._context.faults.at("step:backward")
         scaled = self._scaled(loss, record, scale)
         if self._module is self._root:
