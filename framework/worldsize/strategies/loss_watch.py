@@ -45,15 +45,23 @@ class LossWatch:
         logical_ranks: Number of logical ranks of a step.
         ordered: Whether results must not depend on the number of processes.
         compiles: Whether parts of the model are compiled, and seen by counts alone.
+        has_group: Whether the processes form a group, through which a loss could communicate.
     """
 
     def __init__(
-        self, model: nn.Module, *, processes: int, logical_ranks: int, ordered: bool, compiles: bool = False
+        self,
+        model: nn.Module,
+        *,
+        processes: int,
+        logical_ranks: int,
+        ordered: bool,
+        compiles: bool = False,
+        has_group: bool = True,
     ) -> None:
         self._model, self._root, self._processes = model, model, processes
         self._is_plain = processes == 1 and logical_ranks == 1  # a plain loop
-        self._may_communicate = not ordered and logical_ranks in (1, processes)
-        self._ordered = ordered
+        self._may_communicate = has_group and not ordered and logical_ranks in (1, processes)
+        self._ordered, self._has_group = ordered, has_group
         self._data = None if compiles else _DataUses(model)  # in the first step
         self._held: Sequence[tuple[str, Callable[[], Tensor | None]]] | None = None
 
@@ -130,6 +138,12 @@ class LossWatch:
             raise self._communicates(caller)
 
     def _communicates(self, caller: str) -> ConfigError:
+        if not self._has_group:
+            return ConfigError(
+                f"the loss communicates with other processes, in {caller}, and those of this strategy form no group. "
+                "Compute it within a logical rank, or use strategy=ddp with reproducibility=seeded and logical_ranks "
+                "set to the number of processes."
+            )
         because = (
             "with reproducibility=elastic its value would depend on the number of processes"
             if self._ordered

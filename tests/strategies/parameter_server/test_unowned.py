@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from worldsize.core import ConfigError
-from worldsize.strategies.parameter_server.unowned import UnownedWeights
+from worldsize.core import ConfigError, RunContext, World
+from worldsize.strategies.parameter_server.unowned import UnownedWeights, served_watch
 
 
 class Counting(nn.Module):
@@ -47,3 +48,9 @@ def test_trained_weights_and_buffers_that_are_not_saved_may_change() -> None:
     model.seen += 1
     model.layer.weight.detach().add_(1)
     unowned.check()
+
+
+def test_a_loss_of_a_worker_that_communicates_is_told_that_there_is_no_group() -> None:
+    watch = served_watch(nn.Linear(2, 2), RunContext(World.alone(torch.device("cpu"))))
+    with pytest.raises(ConfigError, match=r"form no group\. .* use strategy=ddp"), watch.watching():
+        dist.all_reduce(torch.ones(1))

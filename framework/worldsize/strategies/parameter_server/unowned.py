@@ -12,7 +12,7 @@ from worldsize.strategies.loss_watch import LossWatch
 
 def served_watch(model: nn.Module, context: RunContext) -> LossWatch:
     """Watch the losses of a worker, whose changes of weights the next pull would replace; workers form no group."""
-    return LossWatch(model, processes=2, logical_ranks=context.logical_ranks, ordered=True)
+    return LossWatch(model, processes=2, logical_ranks=context.logical_ranks, ordered=False, has_group=False)
 
 
 @final
