@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import Work
 from torch.distributed import _functional_collectives as functional
 
@@ -116,16 +117,18 @@ def test_the_wait_for_ddps_reducer_begins_after_the_last_gradient() -> None:
         )  # too large to be gathered, so that the reducer in C++ sums it
         assert isinstance(replica, SynchronousReplica)
         order, timer, seen = Order(0, 8, 2, (world.rank,)), StepTimer(world.device), list[str]()
+        batches = micro_batches(Chain().data("train"), order, world.device)
+        replica.step(next(batches))  # the first step has exchanges of its own
         _note(replica.model, timer, seen)
         with timer.opened():
             timer.start(data=0.0)
-            replica.step(next(micro_batches(Chain().data("train"), order, world.device)))
+            replica.step(next(batches))
             timer.end()
         return seen
 
     for seen in run_in_worlds(body, 2):
         backward = seen[: seen.index("update")]
-        assert backward.index("communication") > backward.index("gradient")
+        assert "gradient" in backward[: backward.index("communication")]
         assert "gradient" not in backward[backward.index("communication") :]
 
 
@@ -139,4 +142,5 @@ def _note(model: nn.Module, timer: StepTimer, seen: list[str]) -> None:
 
     timer.switch = noted  # type: ignore[method-assign]
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: seen.append("gradient"))  # type: ignore[no-untyped-call]
+        accumulates = get_gradient_edge(parameter).node  # hooks of parameters are called once a step, after all passes
+        accumulates.register_hook(lambda *_: seen.append("gradient"))
