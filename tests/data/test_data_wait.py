@@ -73,6 +73,22 @@ def test_a_stop_ends_the_wait_before_the_step_and_no_other_wait() -> None:
             _hang()
 
 
+def test_data_that_come_during_a_vote_do_not_undo_it() -> None:
+    votes, came = threading.Event(), threading.Event()
+
+    def stops(_: int) -> bool:
+        votes.set()
+        return came.wait(BOUND)
+
+    def receive() -> None:
+        assert votes.wait(BOUND)
+        came.set()
+
+    wait = DataWait(Patience(60.0, stops=stops))
+    with wait.watched(), pytest.raises(StopBetweenSteps), wait.during(1, own_place):
+        receive()
+
+
 def test_a_wait_within_its_bound_ends_with_the_data() -> None:
     wait = DataWait(Patience(60.0))
     with wait.watched(), wait.during(1, own_place):

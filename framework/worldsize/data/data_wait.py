@@ -72,6 +72,7 @@ class DataWait:
         self._patience = patience
         self._closed = threading.Event()
         self._open: _Wait | None = None
+        self._judging = threading.Lock()  # held by the other thread while it votes, and while it signals
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -86,7 +87,8 @@ class DataWait:
         finally:
             self._closed.set()
             self._open = None
-            signal.signal(_WAKE, before)
+            with self._judging:  # a later signal would end the process
+                signal.signal(_WAKE, before)
 
     @contextmanager
     def during(self, step: int, describe: Callable[[], str], *, may_stop: bool = True) -> Iterator[None]:
@@ -101,11 +103,14 @@ class DataWait:
             DataWaitError: the data did not come in time.
             StopBetweenSteps: all ranks stop before the step.
         """
-        self._open = _Wait(step, describe, may_stop, time.monotonic())
+        wait = self._open = _Wait(step, describe, may_stop, time.monotonic())
         try:
             yield
         finally:
             self._open = None
+        with self._judging:  # the data came during a vote: the others may stop because of this rank's vote
+            if isinstance(wait.error, StopBetweenSteps):
+                raise wait.error
 
     def _interrupt(self, *_: Any) -> None:
         wait = self._open
@@ -120,21 +125,28 @@ class DataWait:
             wait = self._open
             if wait is not None and time.monotonic() - wait.begun >= _LOOK:
                 self._judge(wait)
-                if wait.error is not None and not self._closed.is_set():
-                    signal.pthread_kill(main, _WAKE)
+                with self._judging:
+                    if wait.error is not None and self._open is wait:
+                        signal.pthread_kill(main, _WAKE)
 
     def _judge(self, wait: _Wait) -> None:
         """Set the error of a wait that is to end, and log one that is long."""
+        if wait.error is None and wait.may_stop:
+            self._vote(wait)
         patience, waited = self._patience, time.monotonic() - wait.begun
         if wait.error is not None:
             return
-        if wait.may_stop and patience.stops(wait.step):
-            wait.error = StopBetweenSteps()
-        elif patience.seconds is not None and waited > patience.seconds:
+        if patience.seconds is not None and waited > patience.seconds:
             wait.error = DataWaitError(f"{_text(wait, waited)}\n{_REMEDY}")
         elif patience.speaks and waited >= _WARNED and not wait.is_warned:
             wait.is_warned = True
             _logger.warning("%s", _text(wait, waited))
+
+    def _vote(self, wait: _Wait) -> None:
+        """Set the error of a wait that all ranks stop; it lasts at least as long as the vote."""
+        with self._judging:
+            if self._open is wait and self._patience.stops(wait.step):
+                wait.error = StopBetweenSteps()
 
 
 def _text(wait: _Wait, seconds: float) -> str:
