@@ -89,6 +89,24 @@ def test_data_that_come_during_a_vote_do_not_undo_it() -> None:
         receive()
 
 
+def test_a_vote_that_fails_ends_the_wait_with_its_error() -> None:
+    def stops(_: int) -> bool:
+        raise ConnectionError("the store is gone")
+
+    wait = DataWait(Patience(60.0, stops=stops))
+    with wait.watched(), pytest.raises(ConnectionError, match="the store is gone"), wait.during(1, own_place):
+        threading.Event().wait(BOUND)
+
+
+def test_a_place_that_cannot_be_described_does_not_end_the_watch() -> None:
+    def describe() -> str:
+        raise LookupError("no worker")
+
+    wait = DataWait(Patience(3 * data_wait._LOOK))
+    with wait.watched(), pytest.raises(DataWaitError, match="no worker"), wait.during(1, describe):
+        threading.Event().wait(BOUND)
+
+
 def test_a_wait_within_its_bound_ends_with_the_data() -> None:
     wait = DataWait(Patience(60.0))
     with wait.watched(), wait.during(1, own_place):

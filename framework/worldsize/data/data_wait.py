@@ -102,6 +102,7 @@ class DataWait:
         Raises:
             DataWaitError: the data did not come in time.
             StopBetweenSteps: all ranks stop before the step.
+            Exception: the ranks cannot agree whether they stop, for example since their store is gone.
         """
         wait = self._open = _Wait(step, describe, may_stop, time.monotonic())
         try:
@@ -109,7 +110,7 @@ class DataWait:
         finally:
             self._open = None
         with self._judging:  # the data came during a vote: the others may stop because of this rank's vote
-            if isinstance(wait.error, StopBetweenSteps):
+            if wait.error is not None and not isinstance(wait.error, DataWaitError):
                 raise wait.error
 
     def _interrupt(self, *_: Any) -> None:
@@ -145,12 +146,19 @@ class DataWait:
     def _vote(self, wait: _Wait) -> None:
         """Set the error of a wait that all ranks stop; it lasts at least as long as the vote."""
         with self._judging:
-            if self._open is wait and self._patience.stops(wait.step):
-                wait.error = StopBetweenSteps()
+            try:
+                if self._open is wait and self._patience.stops(wait.step):
+                    wait.error = StopBetweenSteps()
+            except Exception as error:  # of any store: the others may have counted this rank's vote
+                wait.error = error
 
 
 def _text(wait: _Wait, seconds: float) -> str:
-    return f"step {wait.step} waits for its data since {seconds:.0f} s. {wait.describe()}"
+    try:
+        place = wait.describe()
+    except Exception as error:  # of any kind: the loader is read while the main thread uses it
+        place = f"Who loads them is not known: {error!r}."
+    return f"step {wait.step} waits for its data since {seconds:.0f} s. {place}"
 
 
 def own_place() -> str:
