@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from worldsize.data.data_wait import DataWait, DataWaitError, Patience, StopBetw
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
 from worldsize.data.shuffle import Shuffle
+from worldsize.data.worker_stacks import WorkerStacks
 
 BOUND = 4.0  # seconds, which the first batches of a worker take at most
 
@@ -62,6 +64,15 @@ def test_a_sample_that_hangs_is_an_error_with_its_place(workers: int, caplog: py
     assert [record.getMessage()[:7] for record in caplog.records].count("step 3 ") == 1
     assert "set a larger cluster.timeout" in str(error.value)
     assert ("It loads sample 5 and is here" in str(error.value)) == (workers == 1)
+
+
+def test_stacks_of_workers_leave_no_open_file() -> None:
+    stacks = WorkerStacks()
+    file = stacks._file
+    os.fstat(file)
+    del stacks
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
 
 
 def test_a_stop_ends_the_wait_before_the_step_and_no_other_wait() -> None:

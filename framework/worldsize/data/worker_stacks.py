@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from itertools import islice, takewhile
 from types import FrameType
@@ -25,6 +26,7 @@ class WorkerStacks:
 
     def __init__(self) -> None:
         self._file = os.memfd_create("data workers")
+        weakref.finalize(self, os.close, self._file)
         if threading.current_thread() is threading.main_thread():
             signal.signal(_ASK, signal.SIG_IGN)  # inherited: it does not end a worker that is asked too early
 
@@ -55,10 +57,6 @@ class WorkerStacks:
                 break
             size = now
         return _described(os.pread(self._file, 1 << 16, before).decode(errors="replace").splitlines())
-
-    def close(self) -> None:
-        """Forget what was written; workers may still have the file."""
-        os.close(self._file)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("only forked workers share the file")
