@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from worldsize.collectives.per_rank import local
 from worldsize.core import World
-from worldsize.strategies.local_steps import step_locally
+from worldsize.optimizers.schedule_free import adamw_schedule_free
+from worldsize.strategies.local_steps import step_apart, step_locally
 from worldsize.strategies.step_hooks import StrategyHook
 from worldsize.strategies.train_state import TrainState
 from worldsize.testing.worlds import run_in_worlds
@@ -159,3 +160,26 @@ def test_only_optimizers_that_are_known_to_be_elementwise_see_shards() -> None:
         return kind
 
     assert run_in_worlds(seen, 2) == [["Tensor", "DTensor", "DTensor", "DTensor"]] * 2
+
+
+def test_groups_of_shards_and_whole_scalars_keep_their_counters() -> None:
+    """Schedule-free AdamW counts steps and sums weights in the options of a group."""
+
+    def make(own: nn.Module) -> Optimizer:
+        return adamw_schedule_free(own.parameters(), lr=0.1, weight_decay=0.1, warmup_steps=2)
+
+    def trained(world: World) -> tuple[bool, list[tuple[int, int]]]:
+        scalar, steps = torch.tensor(0.5), range(1, 5)
+        plain = module([*values(0), scalar.clone()])
+        reference = make(plain)
+        take_steps(plain, reference, steps, lambda tensors: [*tensors, scalar.clone()])
+        own = module([*sharded(values(0), world), scalar.clone()])
+        optimizer, seen = make(own), list[tuple[int, int]]()
+        optimizer.register_step_post_hook(
+            lambda *_: seen.append((len(optimizer.param_groups), optimizer.param_groups[0]["k"]))
+        )
+        step_apart(optimizer)
+        take_steps(own, optimizer, steps, lambda tensors: [*sharded(tensors, world), scalar.clone()])
+        return same(whole(dict(own.named_parameters())), dict(plain.named_parameters())), seen
+
+    assert run_in_worlds(trained, 2) == [(True, [(1, 1), (1, 2), (1, 3), (1, 4)])] * 2

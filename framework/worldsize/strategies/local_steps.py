@@ -17,7 +17,7 @@ from torch.optim import Adagrad, Optimizer
 from worldsize.collectives.per_rank import local, sharded_like
 from worldsize.optimizers.names import all_parameters
 from worldsize.strategies.optimizer_checks import ELEMENTWISE
-from worldsize.strategies.step_hooks import StrategyHook, recipe_hooks
+from worldsize.strategies.step_hooks import StrategyHook, enclose_steps, recipe_hooks
 
 _LOCAL = tuple(kind for kind in ELEMENTWISE if kind is not Adagrad)  # which makes its state of DTensors, before a step
 
@@ -37,17 +37,22 @@ def step_apart(optimizer: Optimizer) -> None:
     """Separate DTensors and plain tensors into different groups during a step, since no kernel takes both."""
     if len({isinstance(parameter, DTensor) for parameter in all_parameters(optimizer)}) < 2:
         return
-    saved: list[list[dict[str, Any]]] = []
+    groups: list[dict[str, Any]] = []
+    parts: list[list[dict[str, Any]]] = []
 
     def separate() -> None:
-        saved.append(optimizer.param_groups)
-        optimizer.param_groups = [part for group in optimizer.param_groups for part in _separated(group)]
+        nonlocal groups, parts
+        groups = optimizer.param_groups
+        parts = [_separated(group) for group in groups]
+        optimizer.param_groups = [part for own in parts for part in own]
 
     def join() -> None:
-        optimizer.param_groups = saved.pop()
+        optimizer.param_groups = groups
+        for group, own in zip(groups, parts, strict=True):
+            for part in own:
+                group.update({name: value for name, value in part.items() if name != "params"})  # such as counters
 
-    optimizer.register_step_pre_hook(StrategyHook(separate))
-    optimizer.register_step_post_hook(StrategyHook(join))
+    enclose_steps(optimizer, separate, join)
 
 
 def _separated(group: dict[str, Any]) -> list[dict[str, Any]]:
