@@ -202,8 +202,9 @@ class FSDP(Strategy):
         if isinstance(recipe, MultiUpdateRecipe):
             sums = sharded_reducer(self.reduce, root, world, copies, takes_one_update=False, accumulates_shards=shards)
             states = MultiTrainState.of(recipe, model)
+            if any([self._tries_updates(recipe, model, each) for each in states.optimizers]):
+                states = MultiTrainState.of(recipe, model)
             for optimizer in states.optimizers:
-                self._check_updates(recipe, model, optimizer)
                 step_locally(optimizer)
                 step_apart(optimizer)
             carry_assignments(model, states.optimizers)
@@ -211,15 +212,18 @@ class FSDP(Strategy):
         ranks = context.logical_ranks if self.on_failure == "heal" else None  # else all have equally many
         sums = sharded_reducer(self.reduce, root, world, copies, accumulates_shards=shards, logical_ranks=ranks)
         state = TrainState.of(recipe, model)
-        self._check_updates(recipe, model, state.optimizer)
+        if self._tries_updates(recipe, model, state.optimizer):
+            state = TrainState.of(recipe, model)
         step_locally(state.optimizer)
         step_apart(state.optimizer)
         carry_assignments(model, state.optimizers)
         return SynchronousReplica(recipe, context, train_state=state, reducer=sums, logical_ranks=ranks, module=root)
 
-    def _check_updates(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
-        if self.reduce != "ordered" and self.on_failure != "heal":  # otherwise checked before the start
-            refuse_wrong_updates(recipe, model, optimizer, step_apart)
+    def _tries_updates(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> bool:
+        """Refuse wrong updates; return whether ``optimizer`` has to be made again, see :func:`refuse_wrong_updates`."""
+        if self.reduce == "ordered" or self.on_failure == "heal":  # checked before the start
+            return False
+        return refuse_wrong_updates(recipe, model, optimizer, step_apart)
 
     def _mesh(self, world: World) -> DeviceMesh:
         """Return the mesh (copies, shards of a copy); the ranks of a copy are consecutive."""

@@ -21,8 +21,11 @@ _ROUNDING = 1e-2  # relative difference of updates: less if the order of sums di
 
 def refuse_wrong_updates(
     recipe: Recipe, model: nn.Module, optimizer: Optimizer, prepare: Callable[[Optimizer], None] = lambda _: None
-) -> None:
+) -> bool:
     """Refuse an optimizer that does not update DTensors as it updates whole tensors; all ranks must call it.
+
+    Return whether the recipe made other optimizers for a trial. Then it has to make this one again, since a recipe may
+    keep the one that it made last.
 
     Args:
         recipe: Makes the optimizers.
@@ -34,13 +37,14 @@ def refuse_wrong_updates(
         ConfigError: torch lacks an operation that it needs, or its updates are others.
     """
     if type(optimizer) in ELEMENTWISE or not any(isinstance(each, DTensor) for each in all_parameters(optimizer)):
-        return
+        return False
     trial = Trial(recipe, model)
     if trial.failure is None and (reason := _difference(trial, model, prepare)):
         raise ConfigError(
             f"{type(optimizer).__name__} {reason}, and this strategy divides parameters over ranks. Use strategy=ddp "
             "or zero, or an optimizer that updates each number by itself, such as optimizer=adamw."
         )
+    return True
 
 
 def _difference(trial: Trial, model: nn.Module, prepare: Callable[[Optimizer], None]) -> str | None:

@@ -101,13 +101,15 @@ class ZeRO(Strategy):
 
 
 def _sharded(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
+    full = meta_state(recipe, model)["optimizer"]  # first, since a recipe may keep the optimizer that it made last
     optimizer = optimizer_of(recipe, model)
-    parts = _owned_state(model, optimizer, world, meta_state(recipe, model)["optimizer"])
+    parts = _owned_state(model, optimizer, world, full)
     return TrainState(model, optimizer, Schedule.of(recipe.schedule(optimizer)), parts)
 
 
 def _multi_sharded(recipe: MultiUpdateRecipe, model: nn.Module, world: World) -> MultiTrainState:
-    optimizers, full = optimizers_of(recipe, model), multi_meta_states(recipe, model)
+    full = multi_meta_states(recipe, model)  # first, since a recipe may keep the optimizers that it made last
+    optimizers = optimizers_of(recipe, model)
     parts = {name: _owned_state(model, each, world, full[name]) for name, each in optimizers.items()}
     return MultiTrainState.scheduled(recipe, model, optimizers, parts)
 

@@ -89,8 +89,10 @@ class Rank:
         """Make the optimizer of this rank's part; ``full_state`` is its unsharded state."""
         optimizer = optimizer_of(self.recipe, model)
         keep_held(optimizer)
-        if self.reduce != "ordered" and not self.sharding.interruptible:  # otherwise checked before the start
-            refuse_wrong_updates(self.recipe, model, optimizer, _prepare)
+        is_checked = self.reduce == "ordered" or self.sharding.interruptible  # before the start
+        if not is_checked and refuse_wrong_updates(self.recipe, model, optimizer, _prepare):
+            optimizer = optimizer_of(self.recipe, model)
+            keep_held(optimizer)
         step_locally(optimizer)
         step_apart(optimizer)
         carry_assignments(model, [optimizer])
