@@ -37,6 +37,7 @@ from worldsize.core.events import (
     StepDone,
     Straggling,
     TransportFellBack,
+    UpdateOverflowed,
 )
 from worldsize.core.health import HealthLimits
 from worldsize.core.image import ContainerImage
@@ -159,6 +160,7 @@ __all__ = [
     "TensorStyle",
     "TransportFellBack",
     "Update",
+    "UpdateOverflowed",
     "Workload",
     "World",
     "WorldsizeError",

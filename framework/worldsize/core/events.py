@@ -179,6 +179,13 @@ class NodeAlert:
 
 
 @dataclass(frozen=True)
+class UpdateOverflowed:
+    """An update of ``step`` was left out: its gradient left the range of float16, and the loss scale decreases."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class DataWorkersChanged:
     """A process loads its data in another number of worker processes from now on, as ``data_workers=auto`` decides.
 
@@ -282,6 +289,7 @@ Event = (
     | CheckpointFailed
     | Straggling
     | NodeAlert
+    | UpdateOverflowed
     | DataWorkersChanged
     | SaveIntervalChanged
     | MembershipChanged

@@ -91,8 +91,9 @@ class StepResult:
         lr: Learning rate of the update; None: the optimizer has none.
         grad_norm: Norm of the whole gradient before clipping, a scalar; None: not computed.
         skipped: Whether the update (of several updates, at least one) was skipped because the gradient was not finite.
-        partly: Whether the step counts for averages all the same: only some of several updates were skipped, or the
-            loss scale of float16 overflowed, where a plain loop averages, too.
+        partly: Whether only some of several updates were skipped.
+        overflowed: Whether an update was skipped because its gradient left the range of float16 under the loss scale;
+            like a plain loop, averages count such a step.
         metrics: Training metrics by name: float64 (local micro-batches, 2), each row a sum and its count.
     """
 
@@ -103,6 +104,7 @@ class StepResult:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     partly: bool = False
     occasional: bool = False
+    overflowed: bool = False
 
 
 class Replica(ABC):

@@ -70,7 +70,7 @@ class AveragedReplica(Replica):
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         result = self._inner.step(micro_batches)
-        if not result.skipped or result.partly:
+        if not result.skipped or result.partly or result.overflowed:
             self._updates += 1
             if self._updates % self._average.every == 0:
                 with phase("update"), torch.no_grad():

@@ -12,7 +12,17 @@ from typing import Any, final
 from torch import Tensor
 
 from worldsize.collectives.step_timer import StepTimer
-from worldsize.core import Emit, Evaluated, MicroBatch, NonfiniteLossError, Replica, StepDone, StepResult, World
+from worldsize.core import (
+    Emit,
+    Evaluated,
+    MicroBatch,
+    NonfiniteLossError,
+    Replica,
+    StepDone,
+    StepResult,
+    UpdateOverflowed,
+    World,
+)
 from worldsize.data.data_wait import StopBetweenSteps
 from worldsize.engine.agreement import Agreement
 from worldsize.engine.before_update import BeforeUpdate
@@ -222,6 +232,8 @@ class _Loop:
         self._begun = step
         self._result = result = self._replica.step(micro_batches)
         self._skipped += result.skipped
+        if result.overflowed:
+            self._callbacks.emit(UpdateOverflowed(step))
         evaluated, saved = not self._config.evaluates(step), not self._config.saves(step)
         progress = TrainingProgress(step, self._skipped, evaluated, saved, shared=self._shared)
         self._callbacks.progressed(progress)

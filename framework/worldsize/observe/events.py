@@ -19,6 +19,7 @@ from worldsize.core import (
     SaveIntervalChanged,
     Straggling,
     TransportFellBack,
+    UpdateOverflowed,
 )
 from worldsize.messages import duration
 from worldsize.observe.health.rows import described_alert
@@ -27,21 +28,25 @@ from worldsize.records.json_lines import Row
 _logger = logging.getLogger(__name__)
 
 NODE_ALERT = "node_alert"  # the name of the event of a NodeAlert
+OVERFLOW = "overflow"  # the name of an UpdateOverflowed
 _NAMES: Mapping[type, str] = {
     Straggling: "straggling",
     NodeAlert: NODE_ALERT,
+    UpdateOverflowed: OVERFLOW,
     CheckpointFailed: "checkpoint_failed",
     DataWorkersChanged: "data_workers",
     SaveIntervalChanged: "save_interval",
     MembershipChanged: "membership",
     TransportFellBack: "transport",
 }
-GOOD_NEWS = ("data_workers", "save_interval")  # events that tell of no trouble
+GOOD_NEWS = (OVERFLOW, "data_workers", "save_interval")  # events that tell of no trouble
+_LOGGED = (OVERFLOW, "transport")  # where they were found
 _OF_FULL_DISKS = (NODE_ALERT, "checkpoint_failed")  # that a disk may not take either; they are in a log, too, then
 
 # keys that an event of each name has for whole numbers
 _NUMBERS = {
     "straggling": ("step", "rank"),
+    OVERFLOW: ("step",),
     "data_workers": ("step", "rank"),
     "checkpoint_failed": ("step", "in_a_row"),
     "save_interval": ("step", "steps"),
@@ -67,7 +72,7 @@ class EventLog:
     def __call__(self, event: Event) -> None:
         if (name := _NAMES.get(type(event))) is None:
             return
-        if name != "transport":  # logged where it was found
+        if name not in _LOGGED:
             _logger.log(logging.INFO if name in GOOD_NEWS else logging.WARNING, "%s", _told(event))
         line = json.dumps({"event": name, "time": time.time(), **asdict(event)})
         try:
@@ -130,6 +135,8 @@ def describe_event(event: Mapping[str, Any]) -> str:
     """Describe a line of ``events.jsonl`` in words, whatever others may have written into it."""
     if event.get("event") == NODE_ALERT:
         return described_alert(event)
+    if event.get("event") == OVERFLOW:
+        return f"step {event.get('step')}: an update left out, since its gradient left the range of float16"
     if event.get("event") == "data_workers":
         return f"step {event.get('step')}: rank {event.get('rank')}: {_workers_text(event)}"
     if event.get("event") == "checkpoint_failed":

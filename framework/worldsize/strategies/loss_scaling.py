@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 _logger = logging.getLogger(__name__)
@@ -14,7 +15,8 @@ _told: list[bool] = []  # whether this process has logged an overflow
 def step_scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, *, speaks: bool) -> bool:
     """Step ``optimizer`` unless its gradient overflows in float16; return whether it was stepped.
 
-    Optimizers with ``fused=True`` decide that on the device: they count as stepped, since asking them would wait.
+    Optimizers with ``fused=True`` decide that on the device. On a GPU they count as stepped, since reading the decision
+    would wait for the device.
 
     Args:
         scaler: Holds the loss scale, and makes the decision.
@@ -25,17 +27,23 @@ def step_scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, *, speaks: b
         scaler.step(optimizer)
         return True
     stepped: list[bool] = []
-    handle = optimizer.register_step_pre_hook(lambda *_: stepped.append(True))
+    handle = optimizer.register_step_pre_hook(lambda *_: stepped.append(not _leaves_out(optimizer)))
     try:
         scaler.step(optimizer)
     finally:
         handle.remove()
-    if not stepped and speaks and not _told:
+    if not any(stepped) and speaks and not _told:
         _told.append(True)
         _logger.warning(
             "precision=fp16: a gradient left the range of float16, so that this update is left out and the loss scale "
             "is divided by %g. Some such steps are usual, above all at the beginning; `skipped` in metrics.jsonl "
-            "counts them. precision=bf16 has none.",
+            "counts them, and events.jsonl has their steps. precision=bf16 has none.",
             1 / scaler.get_backoff_factor(),
         )
-    return bool(stepped)
+    return any(stepped)
+
+
+def _leaves_out(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer whose ``step`` is called will leave its update out itself, where that is known."""
+    overflow: Tensor | None = getattr(optimizer, "found_inf", None)  # set by the scaler if the optimizer is fused
+    return overflow is not None and overflow.device.type == "cpu" and bool(overflow)

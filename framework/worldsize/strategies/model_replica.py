@@ -171,26 +171,28 @@ class ModelReplica(Replica):
         self.reducer.scale(parameters, factor if share is None else factor / share)
         return [record.loss[0] * factor for record in records]
 
-    def _stepped(self, parts: Sequence[TrainState], parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, bool]:
+    def _stepped(
+        self, parts: Sequence[TrainState], parameters: Sequence[nn.Parameter]
+    ) -> tuple[Tensor | None, bool, bool]:
         """Clip the gradient, which is the same on all ranks, and let the optimizers and their schedules step.
 
         The caller updates ``scaler`` at the end of the step, as a loop with ``torch.amp.GradScaler`` does.
 
         Returns:
-            The norm before clipping (None if it is not needed), and whether the update was skipped.
+            The norm before clipping (None if it is not needed), whether the update was skipped, and whether that was
+            since a gradient overflowed in float16.
         """
         self._context.faults.at("step:update")
-        norm, skipped = None, False
+        norm, skipped, overflowed = None, False, False
         if self.numerics.needs_norm:
             for part in parts:
                 self.scaler.unscale_(part.optimizer)
             norm = self.reducer.clip(parameters, self.numerics.norm_limit)
             skipped = self.numerics.skips(norm)
-        left_out = skipped
         for part in parts:
             if not skipped:
-                left_out |= not step_scaled(self.scaler, part.optimizer, speaks=self.world.rank == 0)
+                overflowed |= not step_scaled(self.scaler, part.optimizer, speaks=self.world.rank == 0)
             if part.schedule is not None:
                 part.schedule.step()
         self._context.faults.at("step:updated")
-        return norm, left_out
+        return norm, skipped or overflowed, overflowed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -71,8 +70,7 @@ class MultiUpdateReplica(ModelReplica):
         self._watch.end_step()
         self._update_scale()
         returned = step_metrics([each.take_metrics() for each in passes])
-        combined = step_result(results, rates, returned, kind=type(self.recipe).__name__, step=micro_batches[0].step)
-        return replace(combined, partly=combined.partly or (combined.skipped and self.numerics.nonfinite != "skip"))
+        return step_result(results, rates, returned, kind=type(self.recipe).__name__, step=micro_batches[0].step)
 
     def _begun(self, batch: MicroBatch, flags: ModelFlags) -> UpdatePass:
         kind, device = type(self.recipe).__name__, self.world.device
@@ -168,8 +166,8 @@ class MultiUpdateReplica(ModelReplica):
         losses = self._weighed(parameters, records, names)
         self._hooks.run(parameters)
         with phase("update"):
-            norm, skipped = self._stepped([self._parts[name] for name in names], parameters)
-        return UpdateResult(names, losses, norm, skipped, step_metrics(records))
+            norm, skipped, overflowed = self._stepped([self._parts[name] for name in names], parameters)
+        return UpdateResult(names, losses, norm, skipped, step_metrics(records), overflowed)
 
     def _update_scale(self) -> None:
         """Increase the loss scale, or decrease it if a gradient was not finite, as torch.amp.GradScaler does."""

@@ -68,9 +68,9 @@ class SynchronousReplica(ModelReplica):
             raise
         lr: float | None = self.optimizer.param_groups[0].get("lr")
         with phase("update"):
-            norm, skipped = self._stepped([self._part], self._parameters)
+            norm, skipped, overflowed = self._stepped([self._part], self._parameters)
             self.scaler.update()
-        return StepResult(losses, lr, norm, skipped, metrics, partly=skipped and self.numerics.nonfinite != "skip")
+        return StepResult(losses, lr, norm, skipped, metrics, overflowed=overflowed)
 
     def _computed(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sequence[Tensor], Mapping[str, Tensor]]:
         """Leave the step's mean gradient in ``.grad``; return the losses and metrics, which the loop has been given."""

@@ -23,6 +23,7 @@ class UpdateResult:
     grad_norm: Tensor | None
     skipped: bool
     metrics: Mapping[str, Tensor]
+    overflowed: bool = False
 
 
 def step_result(
@@ -57,6 +58,7 @@ def step_result(
         metrics=_metrics(results, rates, returned),
         partly=any(skips) and not all(skips),
         occasional=True,
+        overflowed=any(result.overflowed for result in results),
     )
 
 

@@ -15,6 +15,7 @@ from worldsize.core import spoken_name
 from worldsize.errors import WorldsizeError
 from worldsize.files import is_file
 from worldsize.messages import duration, size
+from worldsize.observe.events import OVERFLOW
 from worldsize.observe.report.cluster import axes, links, nodes
 from worldsize.observe.report.curves import common_curves, run_curves
 from worldsize.observe.report.hangs import hangs
@@ -112,6 +113,8 @@ def summary(record: Record) -> list[tuple[str, str]]:
         rows += [("ended early", str(reason))]
     if failed := sum(event["event"] == "checkpoint_failed" for event in record.events):
         rows += [("failed saves", f"{failed:,}")]
+    if overflows := {event["step"] for event in record.events if event["event"] == OVERFLOW}:  # some were repeated
+        rows += [("updates left out (float16 overflow)", f"{len(overflows):,}")]
     if last:
         rows += [("loss", figure(last["loss"]))]
         rows += [(f"train {name}", figure(number(value))) for name, value in last.get("metrics", {}).items()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
-from worldsize.observe.events import GOOD_NEWS, describe_event
+from worldsize.observe.events import GOOD_NEWS, OVERFLOW, describe_event
 from worldsize.observe.report.read import Line, Record
 from worldsize.records.attempt import Attempt
 
@@ -118,6 +118,12 @@ def _ending(attempt: Attempt) -> str:
 
 
 def _of_events(events: Iterable[Line]) -> Iterator[Fact]:
+    """Yield the events, but only the first overflow: they are usual in a long run, and the summary counts them."""
+    has_overflowed = False
     for event in events:
         if isinstance(event.get("time"), int | float):
+            if event["event"] == OVERFLOW:
+                if has_overflowed:
+                    continue
+                has_overflowed = True
             yield event["time"], describe_event(event), event["event"] in GOOD_NEWS
