@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -115,6 +116,20 @@ def test_the_traceback_of_the_rank_that_failed_comes_first(planted: Path, train:
     assert run.json("result.json")["exit_reason"] == "failed"
     assert "ValueError: 42" in (run.folder / "logs" / "worker_00001.log").read_text()
     assert processes_of(planted) == set()
+
+
+def test_survivors_of_a_process_that_failed_have_one_line_each(planted: Path, train: Any) -> None:
+    run = train("recipe=planted", "cluster.processes=3", 'recipe.action="raise ValueError(42)"')
+    logs = run.folder / "logs"
+    for name in ("worker_00000", "worker_00002"):
+        if not (lines := (logs / f"{name}.log").read_text().splitlines()):
+            continue  # killed before it could leave an error
+        assert len(lines) == 1
+        assert lines[0].startswith("lost its peers after worker 1 failed: RuntimeError: ")
+        assert lines[0].endswith(f"(see {name}.error.json)")
+        assert "GLHF" not in lines[0]
+        assert json.loads((logs / f"{name}.error.json").read_text())["traceback"].startswith("Traceback")
+    assert (logs / "worker_00001.log").read_text().startswith("Traceback")
 
 
 @pytest.mark.parametrize(

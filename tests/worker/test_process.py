@@ -1,4 +1,4 @@
-"""The first rank of a run that torchrun started keeps the run's record, and says why where it cannot."""
+"""The ranks of a run that torchrun started keep its record, and show errors in a sentence where one is enough."""
 
 from __future__ import annotations
 
@@ -14,16 +14,44 @@ from worldsize.worker import process
 from worldsize.world.environments import placement
 
 
-def test_a_record_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device", str(tmp_path / "run_manifest.json"))
-
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run whose only process torchrun has started."""
     write_manifest(tmp_path / "run_manifest.json", {"attempts": [], "results": None})
     RunDirectory(tmp_path).config.write_text("cluster: {environment: alone}\n")
     monkeypatch.delenv("WORLDSIZE_ATTEMPT", raising=False)
     monkeypatch.setattr(process, "placement", lambda environ, _: placement({}, "alone"))
-    monkeypatch.setattr(RunRecord, "begin_attempt", full)
     monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path)])
+    return tmp_path
+
+
+def test_a_record_that_cannot_be_written_is_a_sentence(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", str(started / "run_manifest.json"))
+
+    monkeypatch.setattr(RunRecord, "begin_attempt", full)
     with pytest.raises(SystemExit) as ended:
         process.main()
     assert "cannot be written any more (No space left on device)" in str(ended.value.code)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_sentence"),
+    [
+        ("[/gloo/transport/tcp/pair.cc:561] Connection closed by peer [10.0.0.1]:9. This is typically caused by", True),
+        ("the recipe's own connection was closed by peer", False),
+    ],
+)
+def test_a_rank_that_lost_its_peers_ends_in_a_sentence(
+    error: str, is_sentence: bool, started: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def play(*_: object) -> int:
+        raise RuntimeError(error)
+
+    monkeypatch.setenv("WORLDSIZE_ATTEMPT", "1")
+    monkeypatch.setattr(process, "play", play)
+    with pytest.raises(SystemExit if is_sentence else RuntimeError) as ended:
+        process.main()
+    if is_sentence:
+        assert str(ended.value).startswith("rank 0 lost its peers: RuntimeError: [/gloo/transport/tcp/pair.cc:561]")
+        assert str(ended.value).endswith("[10.0.0.1]:9. Look for the rank that failed first.")

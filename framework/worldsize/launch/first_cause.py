@@ -22,6 +22,7 @@ class ProcessError(TypedDict):
     time_ns: int
     traceback: str
     is_of_host: NotRequired[bool]  # its host is lost: it has not failed itself
+    lost_peer: NotRequired[str]  # the error in one line, if a collective raised it because a peer is gone
     is_own: NotRequired[bool]  # it has not waited for another process, even if it ran out of time
 
 

@@ -95,9 +95,10 @@ class Gang(Job):
         """Show the remaining output of all processes; return how the gang ended."""
         if terminal := self._members.terminal:
             terminal.close()
+        outcome = self._outcome(silent, signum)
         for member in self._members.current:
-            member.copy_error_to_log()
-        return self._outcome(silent, signum)
+            member.copy_error_to_log(outcome.failure)
+        return outcome
 
     def _ask_to_save(self, signals: Signals, control: Control | None) -> None:
         """Ask all processes once to save and end; the next signal or the grace period ends the wait."""

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol, final
 
-from worldsize.core import Role
+from worldsize.core import Failure, Role
 from worldsize.launch.first_cause import Ending, ProcessError
 from worldsize.launch.terminal import Terminal
 from worldsize.world.heartbeat import Beat, read_beat
@@ -71,15 +71,19 @@ class Member:
         assert code is not None
         return Ending(self.role, self.rank, code, self._error(), self.beat, self.log)
 
-    def copy_error_to_log(self) -> None:
-        """Append the traceback to the log, after the first cause has been shown.
+    def copy_error_to_log(self, first: Failure | None) -> None:
+        """Append the error to the log, in one line if the process only lost the peer that failed ``first``.
 
         The process does not write it there itself, since the terminal shows the logs and the first cause must come
         first.
         """
         if error := self._error():
+            text = error["traceback"]
+            if first is not None and (first.role, first.rank) != (self.role, self.rank) and "lost_peer" in error:
+                file = self.log.with_suffix(".error.json").name
+                text = f"lost its peers after {first.role} {first.rank} failed: {error['lost_peer']} (see {file})\n"
             with suppress(OSError), self.log.open("a") as log:
-                log.write(error["traceback"])
+                log.write(text)
 
     def _error(self) -> ProcessError | None:
         try:

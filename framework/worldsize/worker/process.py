@@ -41,7 +41,7 @@ from worldsize.worker.probe import introduce, probe
 from worldsize.worker.training import Training
 from worldsize.world.connections import Connections
 from worldsize.world.environments import Placement, placement
-from worldsize.world.membership import MembershipChannel
+from worldsize.world.membership import MembershipChannel, is_from_gone_peer
 from worldsize.world.parent import name_process
 from worldsize.world.preemption import Preemption
 from worldsize.world.roles import role_of
@@ -59,12 +59,14 @@ def main() -> None:
     except (WorldsizeError, OSError) as error:
         sys.exit(f"{error}")
     watched = "WORLDSIZE_ATTEMPT" in os.environ  # a launching process keeps the record
-    if place.rank or watched:
-        sys.exit(play(run, place))
     try:
-        sys.exit(_recorded(run, place))
-    except WorldsizeError as error:
-        sys.exit(f"{error}")
+        sys.exit(play(run, place) if place.rank or watched else _recorded(run, place))
+    except Exception as error:
+        if is_from_gone_peer(error):
+            sys.exit(f"rank {place.rank} lost its peers: {_summary(error)}. Look for the rank that failed first.")
+        if isinstance(error, WorldsizeError) and not (place.rank or watched):
+            sys.exit(f"{error}")
+        raise
 
 
 def _recorded(run: RunDirectory, place: Placement) -> int:
@@ -128,9 +130,17 @@ def _write_error(run: RunDirectory, path: Path, error: BaseException) -> None:
     text = f"{error}\n" if isinstance(error, WorldsizeError) else traceback.format_exc()
     cause: dict[str, Any] = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
     cause["is_own"] = isinstance(error, DataWaitError)
+    if is_from_gone_peer(error):
+        cause["lost_peer"] = _summary(error)
     with suppress(OSError):  # the disk is full, or the run folder was deleted; the launching process reports that
         make_folder_of(path, run)
         path.write_text(json.dumps(cause))
+
+
+def _summary(error: BaseException) -> str:
+    """Return an error's type and message in one line, without gloo's advice."""
+    message = str(error).partition(" This is typically caused by")[0].strip()
+    return f"{type(error).__name__}: {' '.join(message.split())}".rstrip(".")
 
 
 def _play(

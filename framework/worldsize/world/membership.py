@@ -31,6 +31,10 @@ _WAITS_FOR_PEERS = re.compile(r"(torch|worldsize)\.(?!utils\.data|engine|data|wo
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout|socket", re.IGNORECASE
 )
+_GONE_PEER = re.compile(
+    r"(gloo|nccl).*(connection (closed|reset)|broken pipe|remote process exited|timed out|timeout)",
+    re.IGNORECASE | re.DOTALL,
+)
 
 Message = Mapping[str, Any]
 
@@ -239,6 +243,14 @@ def _waits_for_peers() -> bool:
     """Return whether the main thread is in a function of torch, or in one of the modules here that call collectives."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and _WAITS_FOR_PEERS.match(str(frame.f_globals.get("__name__"))) is not None
+
+
+def is_from_gone_peer(error: BaseException) -> bool:
+    """Return whether a collective of torch raised ``error`` because a peer is gone or silent.
+
+    The launching process is not asked to confirm it, so errors of the program's own connections do not count.
+    """
+    return isinstance(error, RuntimeError) and _GONE_PEER.search(str(error)) is not None
 
 
 def _tells_of_lost_peer(error: BaseException) -> bool:
