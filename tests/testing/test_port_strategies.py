@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from torch import Tensor, nn
 
 from plugins.easgd.strategy import EASGD
 from tests.testing.token_port import CONFIG, Port, Program, told
@@ -10,7 +13,9 @@ from worldsize.core import ConfigError, Strategy
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.parameter_server.strategy import ParameterServer
-from worldsize.testing import PortConfig, same_losses
+from worldsize.testing import PortConfig, same_losses, worlds
+from worldsize.testing.loops import Loop
+from worldsize.testing.port_processes import trained_in_processes
 
 
 @pytest.mark.parametrize(
@@ -41,6 +46,18 @@ def test_where_servers_serve_beside_replicas_both_take_part() -> None:
     config = PortConfig(batch_size=8, micro_batches=2, steps=4)
     text = told(Port(), Program(pieces=2), config, strategy=EASGD(period=1), processes=3, tolerance=1e-5)
     assert "EASGD on 3 processes" in text
+
+
+class Refused(Loop):
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        raise ConfigError("the loss cannot be computed. Change it.")
+
+
+def test_the_error_of_a_worker_is_shown_while_its_server_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worlds, "_FAILING", 0.1)
+    config = PortConfig(batch_size=8, micro_batches=1, steps=2)
+    with pytest.raises(RuntimeError, match=r"rank 1 failed:[\s\S]*the loss cannot be computed"):
+        trained_in_processes(Refused(), config, ParameterServer(), 2)
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:
