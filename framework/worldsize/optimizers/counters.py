@@ -19,7 +19,7 @@ def counters_kept(optimizer: Optimizer) -> Iterator[None]:
     """Restore all options and counters after the context, with a learning rate and weight decay of 0 within it.
 
     The weight decay would change the moments as a part of the gradient. Optimizers count steps in the options of a
-    group or in attributes, and those that wrap others let these count too.
+    group or in attributes, also in tensors, and those that wrap others let these count too.
     """
     all_ = wrapped(optimizer)
     undo = [step for each in all_ for step in _kept(each)]
@@ -100,7 +100,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 def _is_counter(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.numel() == 1
+        return not value.requires_grad  # else a parameter
     if isinstance(value, dict):
         return all(isinstance(each, _PLAIN) for each in value.values())
     return all(isinstance(each, _PLAIN) for each in value) if isinstance(value, list) else isinstance(value, _PLAIN)

@@ -40,7 +40,7 @@ from worldsize.strategies.hook_trial import refuse_mixing_hooks
 from worldsize.strategies.local_steps import step_apart, step_locally
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import MultiUpdateReplica, refuse_healing_updates
-from worldsize.strategies.optimizer_checks import refuse_divided_updates, refuse_unsent
+from worldsize.strategies.optimizer_checks import refuse_divided_state, refuse_divided_updates, refuse_unsent
 from worldsize.strategies.parameter_changes import refuse_gradient_hooks
 from worldsize.strategies.shard_trial import refuse_wrong_updates
 from worldsize.strategies.sharded_reducer import sharded_reducer
@@ -125,6 +125,7 @@ class FSDP(Strategy):
         refuse_divided_matrices(optimizer)
         refuse_fused(optimizer, self.reduce)
         refuse_divided_updates(recipe, model, optimizer, reduce=self.reduce, heals=self.on_failure == "heal")
+        refuse_divided_state(recipe, model, optimizer)
         refuse_mixed_dtypes(recipe, model, self.wrap, self.wrap_parameters)
         if self.on_failure == "heal":
             refuse_unsent(recipe, model, optimizer)

@@ -63,12 +63,14 @@ class MultiTrainState:
     def state(self) -> StateDict:
         """Return the state of model, optimizers and schedules, which any world size and strategy can load."""
         model = self.model.state_dict()  # first, since it reshards parameters, by which optimizer state is named
-        optimizers = [part.optimizer_state() for part in self.parts.values()]
+        optimizers = {name: part.optimizer_state() for name, part in self.parts.items()}
+        extra = {name: state["extra"] for name, state in optimizers.items() if "extra" in state}
         return {
             "model": model,
             "optimizer": {
-                "state": {name: values for state in optimizers for name, values in state["state"].items()},
-                "param_groups": [group for state in optimizers for group in state["param_groups"]],
+                "state": {name: values for state in optimizers.values() for name, values in state["state"].items()},
+                "param_groups": [group for state in optimizers.values() for group in state["param_groups"]],
+                **({"extra": extra} if extra else {}),
             },
             "schedule": {
                 name: part.schedule.state_dict() for name, part in self.parts.items() if part.schedule is not None
@@ -83,7 +85,9 @@ class MultiTrainState:
             own, groups = _split(groups, len(part.optimizer.param_groups))
             names = [each for group in own for each in group["params"]]
             kept = state["optimizer"]["state"]
-            part.load_optimizer({"state": {each: kept[each] for each in names if each in kept}, "param_groups": own})
+            own_state = {each: kept[each] for each in names if each in kept}
+            extra = state["optimizer"].get("extra", {}).get(name, {})
+            part.load_optimizer({"state": own_state, "param_groups": own, "extra": extra})
             if part.schedule is not None:
                 if name not in state["schedule"]:
                     raise ConfigError(

@@ -13,7 +13,9 @@ from worldsize.checkpoints.tree import split
 from worldsize.core import ConfigError, Recipe, Reduction
 from worldsize.errors import CheckpointError
 from worldsize.optimizers.refused import special
+from worldsize.strategies.extra_state_trial import divides_extra_state, has_extra_state
 from worldsize.strategies.optimizer_trial import Trial
+from worldsize.strategies.train_state import extra_state
 
 _logger = logging.getLogger(__name__)
 
@@ -90,6 +92,39 @@ def refuse_joint_updates(recipe: Recipe, model: nn.Module, optimizer: Optimizer,
             f"{type(optimizer).__name__} {reason}, and {because}. Use strategy=ddp, or an optimizer that updates each "
             "parameter by itself, such as optimizer=adamw."
         )
+
+
+def refuse_divided_state(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose ``state_dict()`` has entries that would differ between ranks with other parameters.
+
+    Raises:
+        ConfigError: it has one, besides its state and groups.
+    """
+    if updates_apart(optimizer):
+        return
+    trial = Trial(recipe, model)
+    if extra_state(optimizer) if trial.failure else divides_extra_state(trial):
+        raise ConfigError(_unshared(optimizer, "with this strategy each rank updates a part of the parameters"))
+
+
+def refuse_extra_state(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose ``state_dict()`` has entries besides its state and groups: servers save none.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    if updates_apart(optimizer):
+        return
+    trial = Trial(recipe, model)
+    if extra_state(optimizer) if trial.failure else has_extra_state(trial):
+        raise ConfigError(_unshared(optimizer, "servers have an optimizer for each part of the parameters"))
+
+
+def _unshared(optimizer: Optimizer, because: str) -> str:
+    return (
+        f"{type(optimizer).__name__} keeps values in its state_dict() besides state and param_groups, and {because}. "
+        "Keep them in the optimizer's state or param_groups, or use strategy=ddp."
+    )
 
 
 def refuse_unsaved(recipe: Recipe, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler | None) -> None:

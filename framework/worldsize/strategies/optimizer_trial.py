@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from worldsize.checkpoints.tree import split
 from worldsize.core import MultiUpdateRecipe, Recipe, StateDict
+from worldsize.optimizers.names import all_parameters
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.multi_train_state import optimizers_of
 from worldsize.strategies.step_hooks import enclose_steps, without_recipe_hooks
 from worldsize.strategies.substitution import substituted
-from worldsize.strategies.train_state import optimizer_of
+from worldsize.strategies.train_state import load_named_state, named_state, optimizer_of
 
 _STEPS = 6  # some algorithms begin with other steps
 _LENGTHS = (11, 7, 3, 3)  # odd, so that vectorized loops have a remainder
@@ -57,9 +59,9 @@ class Trial:
         """Return whether two parts of each parameter, cut along ``dim``, are updated as the whole is, bit for bit."""
         try:
             return all(
-                _same(each, _part(self.result[name], dim, is_second=is_second))
+                same(each, part_of(self.result[name], dim, is_second=is_second))
                 for is_second in (False, True)
-                for name, each in self.updated(lambda _, tensor: _part(tensor, dim, is_second=is_second)).items()  # noqa: B023
+                for name, each in self.updated(lambda _, tensor: part_of(tensor, dim, is_second=is_second)).items()  # noqa: B023
             )
         except Exception:  # of any kind: optimizers are user code
             return False
@@ -72,7 +74,7 @@ class Trial:
                 updated = self.updated(own=own)
             except Exception as error:  # of any kind: optimizers are user code
                 return f"cannot update a part of the parameters ({described(error)})"
-            if any(not _same(each, self.result[name]) for name, each in updated.items()):
+            if any(not same(each, self.result[name]) for name, each in updated.items()):
                 return "updates parameters together, as optimizers do that take a norm of all"
         return None
 
@@ -107,27 +109,31 @@ class Trial:
 
     @property
     def resumes(self) -> bool:
-        """Return whether an optimizer that loads the ``state_dict`` of another continues as it would."""
+        """Return whether an optimizer that loads a saved state continues as the saved one would."""
         half, states = _STEPS // 2, list[StateDict]()
-        values = self.updated(
-            steps=range(half), finish=lambda optimizer: states.append(deepcopy(optimizer.state_dict()))
-        )
+
+        def save(optimizer: Optimizer) -> None:
+            states.append(deepcopy(_saved(optimizer)))
+
+        def load(optimizer: Optimizer) -> None:
+            state = states.pop(0)
+            if _shapes(_saved(optimizer)) != _shapes(state):
+                raise RuntimeError("its state has other tensors after a step")
+            load_named_state(_module(optimizer), optimizer, state)
+
         try:
-            resumed = self.updated(
-                values=values,
-                steps=range(half, _STEPS),
-                prepare=lambda optimizer: optimizer.load_state_dict(states.pop(0)),
-            )
+            values = self.updated(steps=range(half), prepare=_saved, finish=save)
+            resumed = self.updated(values=values, steps=range(half, _STEPS), prepare=load)
         except Exception:  # of any kind: optimizers are user code
             return False
-        return all(_same(each, self.result[name]) for name, each in resumed.items())
+        return all(same(each, self.result[name]) for name, each in resumed.items())
 
     def updated(
         self,
         part: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
         *,
         own: Sequence[str] | None = None,
-        prepare: Callable[[Optimizer], None] = lambda _: None,
+        prepare: Callable[[Optimizer], object] = lambda _: None,
         finish: Callable[[Optimizer], None] = lambda _: None,
         values: Mapping[str, Tensor] | None = None,
         steps: Sequence[int] = range(_STEPS),
@@ -153,8 +159,9 @@ class Trial:
             torch.manual_seed(13)
             optimizers = self._made()
         for optimizer in optimizers:
-            prepare(optimizer)
             _keep(optimizer, small.values())
+            with generators_kept(), torch.device("cpu"):
+                prepare(optimizer)
             _raise_lr(optimizer)
             calls = _restrict(optimizer, updated) if own is not None else None
             with generators_kept(), torch.device("cpu"), without_recipe_hooks(optimizer):
@@ -202,6 +209,19 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0].partition(". ")[0]
 
 
+def part_of(tensor: Tensor, dim: int, *, is_second: bool) -> Tensor:
+    """Return one of two parts of a tensor of any shape, cut at an odd place along ``dim``, if it has one there."""
+    if tensor.ndim <= dim or tensor.shape[dim] < 2:
+        return tensor
+    end = (tensor.shape[dim] // 2) | 1
+    return tensor.narrow(dim, end, tensor.shape[dim] - end) if is_second else tensor.narrow(dim, 0, end)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape are equal; NaNs are."""
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
 def _small_shape(parameter: Tensor) -> tuple[int, ...]:
     lengths = (_LENGTH,) if parameter.ndim == 1 else (*_LENGTHS, *(2 for _ in parameter.shape))
     return tuple(own if own < 2 else small for own, small in zip(parameter.shape, lengths, strict=False))
@@ -210,14 +230,6 @@ def _small_shape(parameter: Tensor) -> tuple[int, ...]:
 def _without_memory(parameter: Tensor) -> nn.Parameter:
     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
-
-
-def _part(tensor: Tensor, dim: int, *, is_second: bool) -> Tensor:
-    """Return one of two parts of a tensor of any shape, cut at an odd place along ``dim``, if it has one there."""
-    if tensor.ndim <= dim or tensor.shape[dim] < 2:
-        return tensor
-    end = (tensor.shape[dim] // 2) | 1
-    return tensor.narrow(dim, end, tensor.shape[dim] - end) if is_second else tensor.narrow(dim, 0, end)
 
 
 def _keep(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
@@ -251,5 +263,15 @@ def _raise_lr(optimizer: Optimizer) -> None:
             group["lr"] = max(group["lr"], _LR)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+def _module(optimizer: Optimizer) -> nn.Module:
+    """Return a model of the parameters of ``optimizer``, whose names its saved state has."""
+    return nn.ParameterList(all_parameters(optimizer))
+
+
+def _saved(optimizer: Optimizer) -> StateDict:
+    return named_state(_module(optimizer), optimizer)
+
+
+def _shapes(state: StateDict) -> Mapping[str, Any]:
+    tensors, _ = split(state)
+    return {name: (each.shape, each.dtype) for name, each in tensors.items()}

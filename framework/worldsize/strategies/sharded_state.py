@@ -131,7 +131,8 @@ class ShardedOptimizerState(OptimizerState):
             {**saved, **_options(group)}
             for saved, group in zip(self.full["param_groups"], self.optimizer.param_groups, strict=True)
         ]
-        return {**merge_states(self.full, {"state": mine["state"]}), "param_groups": groups}
+        own = {"extra": mine["extra"]} if "extra" in mine else {}  # the same on every rank
+        return {**merge_states(self.full, {"state": mine["state"]}), **own, "param_groups": groups}
 
     def load(self, state: StateDict) -> None:
         with self.restricted():
@@ -141,7 +142,7 @@ class ShardedOptimizerState(OptimizerState):
                 for group, own in zip(state["param_groups"], mine["param_groups"], strict=True)
             ]
             part: Any = {"state": {name: state["state"][name] for name in mine["state"]}, "param_groups": groups}
-            load_named_state(self.model, self.optimizer, part)
+            load_named_state(self.model, self.optimizer, {**part, "extra": state.get("extra", {})})
         # torch saves no options for a group without parameters
         for saved, group in zip(state["param_groups"], self.optimizer.param_groups, strict=True):
             group.update(_options(saved))

@@ -7,7 +7,9 @@ compose, show or submit a run need not wait for.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -17,6 +19,7 @@ from torch.optim import Optimizer
 
 from worldsize.collectives.per_rank import local, zeros_like
 from worldsize.core import Recipe, StateDict
+from worldsize.errors import CheckpointError
 from worldsize.optimizers.counters import attributes_kept, counters_kept
 from worldsize.optimizers.names import all_parameters, named_by
 from worldsize.optimizers.schedule_free import begin_training, has_begun, is_schedule_free
@@ -152,19 +155,31 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> Optimizer:
     return optimizer
 
 
+def extra_state(optimizer: Optimizer) -> StateDict:
+    """Return the entries that an optimizer adds to its ``state_dict()``, besides its state and groups."""
+    return {name: value for name, value in optimizer.state_dict().items() if name not in ("state", "param_groups")}
+
+
 def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
-    """Return the optimizer's state by the names of parameters; of those without a step, the initial state."""
+    """Return the optimizer's state by the names of parameters; of those without a step, the initial state.
+
+    :func:`extra_state` is the entry ``extra``, if there is any.
+    """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     fresh = not optimizer.state
+    extra = deepcopy(extra_state(optimizer)) if fresh else extra_state(optimizer)  # a probe may change it
     with without_recipe_hooks(optimizer):
         if fresh:
             _probe(optimizer)
         options = [{**group} for group in optimizer.param_groups]
-        with attributes_kept(optimizer):
+        with attributes_kept(optimizer), _weights_kept(optimizer, () if optimizer.state else all_parameters(optimizer)):
             state: StateDict = {**get_optimizer_state_dict(model, optimizer)}
         if not optimizer.state:  # torch has taken a step to create some, which may have changed options
             for saved, group, before in zip(state["param_groups"], optimizer.param_groups, options, strict=True):
+                for each in (saved, group):
+                    for name in each.keys() - before.keys():
+                        del each[name]
                 group.update(before)
                 saved.update({name: value for name, value in before.items() if name in saved and name != "params"})
     # some optimizers (Adagrad) also keep state for frozen parameters, which torch ignores when it loads
@@ -175,7 +190,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
         optimizer.state.clear()
     elif state["state"]:
         state["state"] |= _initial_states(model, optimizer, without=state["state"].keys() | frozen)
-    return state
+    return {**state, "extra": extra} if extra else state
 
 
 def _initial_states(model: nn.Module, optimizer: Optimizer, *, without: Set[str]) -> StateDict:
@@ -208,15 +223,28 @@ def _count_from_zero(states: Iterable[dict[str, Any]]) -> None:
 
 
 def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what :func:`named_state` returned; an optimizer that had not stepped is reset."""
+    """Load what :func:`named_state` returned; an optimizer that had not stepped is reset.
+
+    Raises:
+        CheckpointError: the state lacks an entry that the optimizer adds to its ``state_dict()``.
+    """
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
+    extra: Mapping[str, Any] = state.get("extra", {})
+    if lost := sorted(extra_state(optimizer).keys() - extra.keys()):
+        raise CheckpointError(
+            f"the saved state of {type(optimizer).__name__} lacks the entry {lost[0]!r} of its state_dict(). "
+            "Resume with the run's own optimizer, or leave its state out with checkpoint.ignore=[optimizer]."
+        )
     fresh = not optimizer.state
     with without_recipe_hooks(optimizer):
         if fresh:
             _probe(optimizer)
-        with attributes_kept(optimizer):
-            set_optimizer_state_dict(model, optimizer, {**state})
+        unprobed = () if optimizer.state else all_parameters(optimizer)
+        with attributes_kept(optimizer), _weights_kept(optimizer, unprobed), _loads_caught(optimizer) as caught:
+            set_optimizer_state_dict(model, optimizer, {name: state[name] for name in ("state", "param_groups")})
+        for each in caught:
+            optimizer.load_state_dict({**each, **deepcopy(dict(extra))})
     if not fresh:
         return
     if _has_not_stepped(optimizer):  # the initial state of NAdam, Rprop and ASGD is not that after a step
@@ -225,17 +253,47 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str,
         del optimizer.state[key]  # of a parameter that has had no gradient so far
 
 
+@contextmanager
+def _loads_caught(optimizer: Optimizer) -> Iterator[list[StateDict]]:
+    """Collect the states that are loaded within the context; ``optimizer`` does not get them.
+
+    torch's helper drops extra state, and may take a step, so that counters must be restored before a load.
+    """
+    caught, own = list[StateDict](), vars(optimizer)
+    before = {name: own[name] for name in ("load_state_dict",) if name in own}
+    own["load_state_dict"] = lambda state_dict: caught.append(state_dict)
+    try:
+        yield caught
+    finally:
+        del own["load_state_dict"]
+        own.update(before)
+
+
 def _probe(optimizer: Optimizer, only: Set[int] | None = None) -> None:
     """Take a step that changes no weight, to create all entries of the state, with zero moments.
 
     ``only``: the ids of the parameters that it is for; None: all.
     """
-    with counters_kept(optimizer):
-        for parameter in all_parameters(optimizer):
-            is_probed = parameter.requires_grad and (only is None or id(parameter) in only)
-            parameter.grad = zeros_like(parameter) if is_probed else None
+    parameters = all_parameters(optimizer)
+    probed = [each for each in parameters if each.requires_grad and (only is None or id(each) in only)]
+    with counters_kept(optimizer), _weights_kept(optimizer, probed):
+        for parameter in parameters:
+            parameter.grad = None
+        for parameter in probed:
+            parameter.grad = zeros_like(parameter)
         optimizer.step()
     optimizer.zero_grad()
+
+
+@contextmanager
+def _weights_kept(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Restore ``parameters`` after the context: optimizers that are not torch's may set their rate in each step."""
+    weights = [] if type(optimizer).__module__.startswith("torch.") else list(parameters)
+    copies = [each.detach().clone() for each in weights]
+    yield
+    with torch.no_grad():
+        for each, copy in zip(weights, copies, strict=True):
+            each.copy_(copy)
 
 
 def _has_not_stepped(optimizer: Optimizer) -> bool:

@@ -29,7 +29,7 @@ from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import OnFailure, replicated, worker_roles
 from worldsize.strategies.multi_train_state import MultiTrainState, optimizers_of
 from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
-from worldsize.strategies.optimizer_checks import refuse_joint_updates, refuse_unsent
+from worldsize.strategies.optimizer_checks import refuse_divided_state, refuse_joint_updates, refuse_unsent
 from worldsize.strategies.owned_steps import OwnedSteps
 from worldsize.strategies.reducers import gradient_reducer, interruptible_reducer
 from worldsize.strategies.schedules import Schedule
@@ -64,6 +64,7 @@ class ZeRO(Strategy):
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_joint_updates(recipe, model, optimizer, because="with this strategy each rank updates some of them")
+        refuse_divided_state(recipe, model, optimizer)
         if self.on_failure == "heal":
             refuse_unsent(recipe, model, optimizer)
 

@@ -43,6 +43,41 @@ class Counting(Optimizer):
 
 
 @final
+class Remembering(Optimizer):
+    """Divides its rate by the number of steps, and decays its updates; both are entries of its ``state_dict`` only.
+
+    ``by_parameter``: whether it also adds the sum of each parameter's gradients.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1, *, by_parameter: bool = False) -> None:
+        super().__init__(params, {"lr": lr})
+        self._taken, self._decay = 0, torch.ones(3)
+        own = self.param_groups[0]["params"] if by_parameter else []
+        self._sums = {id(each): torch.zeros_like(each) for each in own}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Take a step."""
+        self._taken += 1
+        self._decay = self._decay * 0.9
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    self._sums |= {id(each): self._sums[id(each)] + each.grad} if self._sums else {}
+                    each.sub_(group["lr"] * self._decay.max().item() * each.grad / self._taken)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state with the two."""
+        return {**super().state_dict(), "taken": self._taken, "decay": self._decay, "sums": [*self._sums.values()]}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load what :meth:`state_dict` returned."""
+        self._taken, self._decay = state["taken"], state["decay"]
+        self._sums = dict(zip(self._sums, state["sums"], strict=True))
+        super().load_state_dict({name: state[name] for name in ("state", "param_groups")})
+
+
+@final
 class TrustRatio(Optimizer):
     """Scales each update to the norm of its parameter, as LARS and LAMB do; with ``jointly`` to that of all."""
 
@@ -74,6 +109,7 @@ class Optimized(Loop):
 
 OPTIMIZERS: Sequence[Case] = (
     Case("optimizer-that-counts", Optimized(lambda model: Counting(model.parameters(), Adam, warmup=5))),
+    Case("optimizer-that-saves-more", Optimized(lambda model: Remembering(model.parameters()))),
     Case("norm-of-each-parameter", Optimized(lambda model: TrustRatio(model.parameters(), lr=0.05, jointly=False))),
     Case("norm-of-all-parameters", Optimized(lambda model: TrustRatio(model.parameters(), lr=0.05, jointly=True))),
     Case("adafactor", Optimized(lambda model: Adafactor(model.parameters(), lr=0.05))),

@@ -31,7 +31,12 @@ from worldsize.strategies.mesh.parallel import Sharding, check_divides, plan_of
 from worldsize.strategies.mesh.partition import check_pipelines, stages_of
 from worldsize.strategies.mesh.rank import Rank
 from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule
-from worldsize.strategies.optimizer_checks import refuse_divided_updates, refuse_joint_updates, refuse_unsent
+from worldsize.strategies.optimizer_checks import (
+    refuse_divided_state,
+    refuse_divided_updates,
+    refuse_joint_updates,
+    refuse_unsent,
+)
 from worldsize.strategies.parameter_changes import refuse_gradient_hooks
 from worldsize.strategies.step_hooks import recipe_hooks
 from worldsize.strategies.wrapping import (
@@ -126,6 +131,7 @@ class Mesh(Strategy):
         refuse_fused(optimizer, self.reduce)
         heals, dims = self.on_failure == "heal", (0, 1) if self.tensor > 1 else (0,)
         refuse_divided_updates(recipe, model, optimizer, reduce=self.reduce, heals=heals, dims=dims)
+        refuse_divided_state(recipe, model, optimizer)
         if heals:
             refuse_unsent(recipe, model, optimizer)
         if self.pipeline > 1:

@@ -29,7 +29,7 @@ from worldsize.core import (
 from worldsize.core.limits import MEBIBYTES, SECONDS
 from worldsize.strategies.declared_buffers import refuse_unserved_buffers
 from worldsize.strategies.loss_watch import bounded_embeddings, bounded_rows
-from worldsize.strategies.optimizer_checks import refuse_joint_updates
+from worldsize.strategies.optimizer_checks import refuse_extra_state, refuse_joint_updates
 from worldsize.strategies.parameter_server.cost import served_cost
 from worldsize.strategies.parameter_server.gradient_codecs import Compression, codec_of
 from worldsize.strategies.parameter_server.leading_server import run_server
@@ -209,6 +209,7 @@ class ParameterServer(Strategy):
             raise bounded_rows(name)
         check_rows(model, optimizer)
         refuse_joint_updates(recipe, model, optimizer, because="each server updates some of them")
+        refuse_extra_state(recipe, model, optimizer)
         if isinstance(recipe, MultiUpdateRecipe):
             check_no_tables(recipe, model)
 
