@@ -32,7 +32,8 @@ _PASSED_ON = (
     "torch.utils",
 )
 _T = TypeVar("_T")
-_OWN = ("torch.distributed.", "torch.nn.parallel.", "worldsize.")  # the callers of a strategy's own collectives
+# callers of a strategy's own collectives, and torch's private packages: its compiler logs the rank
+_OWN = ("torch.distributed.", "torch.nn.parallel.", "torch._", "worldsize.")
 
 
 @final
