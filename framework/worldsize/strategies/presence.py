@@ -54,9 +54,7 @@ class PresenceExchange:
             self._sent = None
         has_all = all(present)
         if has_all:
-            any_n = torch.ones(
-                len(present), dtype=torch.uint8, device=self._device
-            )  # copies nothing: a copy waits for the GPU
+            any_n = torch.ones(len(present), dtype=torch.uint8, device=self._device)  # a copy waits for the GPU
         else:
             any_n = torch.tensor(present, dtype=torch.uint8, device=self._device)
         work = started(dist.all_reduce(any_n, op=dist.ReduceOp.MAX, group=self._group, async_op=True))

@@ -135,7 +135,7 @@ def _table(parameters: Sequence[nn.Parameter]) -> Tensor:
 def _set(parameters: Sequence[nn.Parameter], total_2n: Tensor, divisor: int, present: Set[int]) -> None:
     """Set the gradients, those that any micro-batch had, from the sums of :func:`_table`.
 
-    ``present``: indices of gradients that this rank had; only others are read from the sums, since a GPU must be waited for.
+    ``present``: indices of gradients that this rank had; reading the others waits for a GPU.
     """
     for index, (parameter, total, count) in enumerate(zip(parameters, *(total_2n / divisor), strict=True)):
         parameter.grad = total.clone() if index in present or bool(count) else None
