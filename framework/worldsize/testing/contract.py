@@ -27,7 +27,17 @@ from worldsize.testing.interrupted import CountingChain, changed_by_interruption
 from worldsize.testing.leaks import LOOPBACK, children, listening
 from worldsize.testing.loops import faults, outcomes
 from worldsize.testing.recipes import AveragedChain, TwoPlayers
-from worldsize.testing.training import ALONE, CHAIN, STEPS, Trained, cluster_of, reference, run_in_roles, train
+from worldsize.testing.training import (
+    ALONE,
+    CHAIN,
+    STEPS,
+    Trained,
+    cluster_of,
+    cluster_with,
+    reference,
+    run_in_roles,
+    train,
+)
 from worldsize.world.roles import heals
 
 _Ended = tuple[Trained, set[int], dict[str, tuple[str, int]]]  # and the processes and ports that are left then
@@ -226,7 +236,7 @@ class StrategyContract:
 
     def test_a_step_that_ends_before_its_update_changes_nothing(self) -> None:
         """Interrupt a step of a gang that heals, whose survivors repeat it with the state that they have themselves."""
-        if not heals(self.strategy.roles(cluster_of(2))) or self.strategy.shards_state:
+        if not heals(self.strategy.roles(cluster_with(self.strategy, self.sizes[-1]))) or self.strategy.shards_state:
             pytest.skip("no survivor of this strategy repeats a step with its own state")
         recipes = (CountingChain(), CountingChain(whole_numbers=True))
         for size, totals in ((1, (1, 3)), (2, (4,))):
