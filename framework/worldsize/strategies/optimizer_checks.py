@@ -40,9 +40,10 @@ def updates_elements(recipe: Recipe, model: nn.Module, optimizer: Optimizer, *, 
         optimizer: One of them, made before; torch's own ones are not tried.
         dims: Dimensions along which ranks have parts.
     """
-    if type(optimizer) in ELEMENTWISE:
-        return True
-    trial = Trial(recipe, model)
+    return type(optimizer) in ELEMENTWISE or _updates_parts(Trial(recipe, model), dims)
+
+
+def _updates_parts(trial: Trial, dims: Sequence[int]) -> bool:
     return trial.failure is None and all(trial.updates_parts(dim) for dim in dims)
 
 
@@ -62,9 +63,12 @@ def refuse_divided_updates(
     Raises:
         ConfigError: parts of a parameter are updated differently than the whole.
     """
-    if (reduce != "ordered" and not heals) or updates_elements(recipe, model, optimizer, dims=dims):
+    if (reduce != "ordered" and not heals) or type(optimizer) in ELEMENTWISE:
         return
-    failure = Trial(recipe, model).failure
+    trial = Trial(recipe, model)
+    if _updates_parts(trial, dims):
+        return
+    failure = trial.failure
     finding = (
         f"could not be tried on small tensors ({failure})"
         if failure
