@@ -108,7 +108,8 @@ def _smaller(values: Sequence[str], how: str) -> list[str]:
     there = how in ("slurm", "hosts")
     kept = [word for word in values if not (there and _NOT_HERE.match(word))]
     if how != "exact" and "recipe=lightning_module" not in kept:  # whose DataLoaders have to agree with the options
-        is_asked = any(word.startswith("early_stopping.metric=") for word in kept)  # which needs evaluations
+        needs = ("early_stopping.metric=", "schedule_metric=")  # evaluations
+        is_asked = any(word.startswith(needs) for word in kept)
         kept = [word for word in kept if is_asked or not _OF_NO_MATTER.match(word)]
     for pattern, smaller in (*_SMALLER, *(_ON_TWO_NODES if there else ())):
         kept = [re.sub(pattern, smaller, word) for word in kept]

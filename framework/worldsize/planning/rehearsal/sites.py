@@ -21,7 +21,7 @@ def site() -> tuple[str, bool]:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if file.startswith(_TORCH):
             is_object = is_object or "object" in name
-        elif not file.startswith((_OWN, "<")):
+        elif not file.startswith((_OWN, "<")) and name != "__torch_function__":  # of a mode, around what it watches
             return f"{short_path(file)}:{frame.f_lineno} ({name})", is_object
     return "torch", is_object
 
