@@ -39,6 +39,7 @@ from worldsize.core.events import (
     TransportFellBack,
     UpdateOverflowed,
 )
+from worldsize.core.features import FeatureRecipe, Features
 from worldsize.core.health import HealthLimits
 from worldsize.core.image import ContainerImage
 from worldsize.core.launcher import (
@@ -106,6 +107,8 @@ __all__ = [
     "Event",
     "Failure",
     "FaultPoints",
+    "FeatureRecipe",
+    "Features",
     "FilePath",
     "FolderName",
     "GangState",

@@ -176,6 +176,8 @@ class Strategy(ABC):
     """Whether its replicas have ``trained_weights``, so that the section ``ema`` can average them."""
     trains_multi_update: ClassVar[bool] = False
     """Whether it trains a :class:`~worldsize.core.MultiUpdateRecipe`; if not, such a recipe is refused."""
+    gathers_features: ClassVar[bool] = False
+    """Whether it trains a :class:`~worldsize.core.FeatureRecipe`; if not, such a recipe is refused."""
     merges_states: ClassVar[bool] = True
     """Whether replicas evaluate the metrics that :meth:`Recipe.metrics` names."""
     compiles: ClassVar[bool] = False

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from worldsize.config.instantiate import described_failure
-from worldsize.core import ConfigError, MultiUpdateRecipe, Numerics, Recipe, Strategy
+from worldsize.core import ConfigError, FeatureRecipe, MultiUpdateRecipe, Numerics, Recipe, Strategy
 from worldsize.optimizers.refused import check_schedule_free, check_special, refuse_breaking
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.alone import train_state_of
@@ -42,6 +42,11 @@ def check_trainable(recipe: Recipe, strategy: Strategy) -> None:
         raise ConfigError(
             f"{type(recipe).__name__} takes several updates a step, and {type(strategy).__name__} takes one: "
             "it sums and clips all gradients together, at the end of a step. Set strategy=ddp, zero, fsdp or single."
+        )
+    if isinstance(recipe, FeatureRecipe) and not strategy.gathers_features:
+        raise ConfigError(
+            f"the loss of {type(recipe).__name__} needs the features of all logical ranks, which "
+            f"{type(strategy).__name__} does not gather. Set strategy=ddp, zero, fsdp, mesh or single."
         )
     strategy.check_recipe(recipe)
 
@@ -90,6 +95,11 @@ def _failure(
         with generators_kept(), torch.device(device):  # the training processes are forked from this one
             model = recipe.model()
             declare_buffers(recipe, model)
+            if isinstance(recipe, FeatureRecipe) and numerics.precision == "fp16":
+                raise ConfigError(
+                    "precision=fp16: derivatives by features are computed without a loss scale, and may be less than "
+                    "float16 can hold. Set precision=bf16."
+                )
             check_passes(recipe, model, numerics, serves_rows=strategy.serves_rows)
             parts = [*_parts(train_state_of(recipe, model))]
             check_metric([schedule for _, schedule in parts if schedule is not None], strategy, metric)

@@ -43,6 +43,11 @@ class StepShape:
         """Number of processes of the group."""
         return dist.get_world_size(self.group) if self.group else 1
 
+    @property
+    def passes(self) -> int:
+        """Number of passes of each process, where all need equally many: the micro-batches of the one with most."""
+        return -(-self.logical_ranks // self.size)
+
     def logical_rank(self, batch: int) -> int:
         """Return the logical rank of micro-batch ``batch`` of this process."""
         return self.rank * self.batches + batch if self.dealing == "block" else self.rank + batch * self.size

@@ -73,6 +73,7 @@ class DDP(Strategy):
     averages_weights = True
 
     trains_multi_update = True
+    gathers_features = True
     compiles = True
     recomputes = True
     special_optimizers = ("adamw_8bit", "schedule_free")

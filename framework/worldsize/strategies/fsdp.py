@@ -84,6 +84,7 @@ class FSDP(Strategy):
 
     averages_weights = True
     trains_multi_update = True
+    gathers_features = True
     compiles = True
     shards_state = True
     recomputes = True

@@ -152,7 +152,8 @@ class LossWatch:
         )
         remedy = "reproducibility=seeded and " if self._ordered else ""
         return ConfigError(
-            f"the loss communicates with other processes, in {caller}: {because}. Compute it within a logical rank, or "
+            f"the loss communicates with other processes, in {caller}: {because}. Compute it within a logical rank, "
+            "derive the recipe from FeatureRecipe, which is given the features of all logical ranks, or "
             f"set {remedy}logical_ranks to the number of processes."
         )
 

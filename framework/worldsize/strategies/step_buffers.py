@@ -102,7 +102,7 @@ class BufferMean:
         shape = StepShape(self._logical_ranks or batches * size, batches, self._group, self._dealing)
         is_alone = shape.logical_ranks == 1 and not trains_apart(self._module)
         if is_alone or not self._slots:
-            return _UNTOUCHED if self._logical_ranks is None else _KeptBuffers(self._slots)
+            return _UNTOUCHED if self._logical_ranks is None else KeptBuffers(self._slots)
         self._begun += 1
         compares = self._begun & (self._begun - 1) == 0  # values in steps 1, 2, 4, 8, ...; else the counts of changes
         watched = [_Watched(slot, compares=compares) for slot in self._slots if slot.rule is None]
@@ -127,7 +127,7 @@ _UNTOUCHED = _UntouchedBuffers()
 
 
 @final
-class _KeptBuffers(StepBuffers):
+class KeptBuffers(StepBuffers):
     """Buffers that need no combining, in a step that may be repeated."""
 
     def __init__(self, slots: Sequence[BufferSlot]) -> None:

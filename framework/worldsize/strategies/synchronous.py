@@ -9,9 +9,11 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from worldsize.collectives.step_timer import backward, phase
-from worldsize.core import MicroBatch, Recipe, RunContext, StepResult
+from worldsize.core import FeatureRecipe, MicroBatch, Recipe, RunContext, StepResult
 from worldsize.reproducibility.seeds import seed_generators
+from worldsize.strategies.buffer_combinations import StepShape
 from worldsize.strategies.calling_root import CallingRoot
+from worldsize.strategies.gathered_features import GatheredFeatures
 from worldsize.strategies.gradient_hooks import GradientHooks
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, step_metrics, trainable
@@ -58,6 +60,9 @@ class SynchronousReplica(ModelReplica):
         self._hooks = GradientHooks(self._parameters)
         divides = reducer.divides_gradients
         self._changes = ParameterChanges(self.model, hooks=divides) if divides or self.world.size > 1 else None
+        self._features: GatheredFeatures | None = None
+        if isinstance(recipe, FeatureRecipe) and context.logical_ranks > 1:
+            self._features = GatheredFeatures(recipe, self.model, self.world.device, self._call)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         self._check_saves()
@@ -77,6 +82,9 @@ class SynchronousReplica(ModelReplica):
         self.optimizer.zero_grad()
         try:
             with self._watch.watching(), self._hooks.suspended():
+                if self._features is not None:
+                    with self._autocast():
+                        self._features.gather(micro_batches, self._shape(len(micro_batches)), self._passes.begin)
                 records = self._watch.reduce(partial(self.reducer.run, micro_batches, self._backward))
             self._watch.end_step()
         finally:  # also where DDP misses the gradient of a parameter that was frozen
@@ -111,4 +119,10 @@ class SynchronousReplica(ModelReplica):
 
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, LossRecord]:
         """Return the scalar loss of a micro-batch and its record; wrappers find the tensors in a tuple."""
+        if self._features is not None:
+            return trainable(self._features.loss(batch))
         return trainable(self.recipe.micro_batch_loss(self.model, batch))
+
+    def _shape(self, batches: int) -> StepShape:
+        logical_ranks = self._logical_ranks or batches * (self.world.size if self._group else 1)
+        return StepShape(logical_ranks, batches, self._group, self.dealing)

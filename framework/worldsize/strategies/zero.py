@@ -49,6 +49,7 @@ class ZeRO(Strategy):
 
     averages_weights = True
     trains_multi_update = True
+    gathers_features = True
     compiles = True
     recomputes = True
     special_optimizers = ("adamw_8bit",)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worldsize.core import Batch
+from worldsize.core import Batch, FeatureRecipe, Features
 from worldsize.testing.loops import Case, Loop
 
 
@@ -32,6 +32,43 @@ class ChangingForm(Loop):
         return (mean * weight, weight) if _is_odd(batch) else mean
 
 
+class _Towers(nn.Module):
+    """An encoder of inputs and one of targets, a predictor for the loss alone, and the logarithm of a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.targets = nn.Linear(1, 3)
+        self.predictor = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.zeros(()))
+
+
+class Contrast(FeatureRecipe, Loop):
+    """Each input is to be told by its target among those of all samples of the step."""
+
+    def net(self) -> nn.Module:
+        return _Towers()
+
+    def features(self, model: nn.Module, batch: Any) -> Sequence[Tensor]:
+        assert isinstance(model, _Towers)
+        return model.inputs(batch[0]), model.targets(batch[1]), torch.arange(len(batch[0]))
+
+    def feature_loss(self, model: nn.Module, features: Features, batch: Any) -> Tensor:
+        assert isinstance(model, _Towers)
+        inputs, targets, _ = features.everyone
+        own = features.own[0]
+        logits = model.scale.exp() * inputs[own] @ model.predictor(targets).T
+        return nn.functional.cross_entropy(logits, torch.arange(len(inputs))[own])
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        return {"error": (self.loss(model, batch) * len(batch[0]), torch.tensor(len(batch[0])))}
+
+
 def _nothing(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
     """Return no weights: a strategy that trains the case is wrong."""
     return {}
@@ -39,5 +76,6 @@ def _nothing(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
 
 LOSS_CASES: Sequence[Case] = (
     Case("constant-loss", ConstantLoss(), reference=_nothing, apart=True),
+    Case("contrast", Contrast()),
     Case("changing-form", ChangingForm(), reference=_nothing, apart=True),
 )

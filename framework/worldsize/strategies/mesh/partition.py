@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from worldsize.core import ConfigError, Recipe, saves_state
+from worldsize.core import ConfigError, FeatureRecipe, Recipe, saves_state
 
 Cost = tuple[int, int]  # the heaviest stage, and the sum of squares, which balances the others
 
@@ -32,6 +32,11 @@ def balanced(weights: Sequence[int], stages: int) -> list[range]:
 
 def check_pipelines(recipe: Recipe) -> None:
     """Raise ConfigError if ``recipe`` does not define what a pipeline needs."""
+    if isinstance(recipe, FeatureRecipe):
+        raise ConfigError(
+            f"the loss of {type(recipe).__name__} needs the features of all logical ranks, and only the last stage of "
+            "a pipeline has those of a micro-batch. Set strategy.pipeline=1."
+        )
     for method, misses in (
         ("layers", "is not divided into layers"),
         ("model_inputs", "does not say what its model takes"),

@@ -76,6 +76,7 @@ class Mesh(Strategy):
     averages_weights = True
     compiles = True
     recomputes = True
+    gathers_features = True
     shards_state = True
 
     data: Annotated[int | None, Range(least=1)] = None

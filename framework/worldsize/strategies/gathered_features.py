@@ -1,0 +1,145 @@
+"""Gradients of losses over the features of all logical ranks, see :class:`~worldsize.core.FeatureRecipe`.
+
+Features are gathered as bytes, and the derivatives of all losses by them are summed in the fixed tree, so that a step
+has the same bits at every number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from worldsize.collectives.ordered import Counter
+from worldsize.collectives.step_timer import phase
+from worldsize.core import ConfigError, FeatureRecipe, Features, Loss, MicroBatch
+from worldsize.core.features import with_gradients
+from worldsize.reproducibility.seeds import seed_generators
+from worldsize.strategies.buffer_combinations import StepShape
+from worldsize.strategies.declared_buffers import buffer_slots
+from worldsize.strategies.step_buffers import KeptBuffers
+
+
+@final
+class GatheredFeatures:
+    """The features of a step and the derivatives of its losses by them.
+
+    Args:
+        recipe: The recipe.
+        model: The model that this process computes with.
+        device: Its device.
+        call: Calls a function that computes with the model, a part of which may have to be gathered around it.
+    """
+
+    def __init__(
+        self, recipe: FeatureRecipe, model: nn.Module, device: torch.device, call: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        self._recipe, self._model, self._device, self._call = recipe, model, device, call
+        self._features: Sequence[Tensor] = ()  # of all logical ranks, in their order
+        self._own: dict[int, Sequence[slice]] = {}  # by the identity of a micro-batch
+        self._gradients: dict[int, Sequence[Tensor | None]] = {}  # the same
+
+    def gather(self, batches: Sequence[MicroBatch], shape: StepShape, begin: Callable[[MicroBatch], None]) -> None:
+        """Prepare :meth:`loss` for the micro-batches of this process; all processes must call it.
+
+        ``begin``: called before each forward pass.
+        """
+        own = self._computed(batches, shape, begin)
+        with phase("communication"):
+            counts_kr = _counts(own, shape, self._device)
+            ends = counts_kr.cumsum(1).tolist()
+            rows = [
+                [slice(end - len(part), end) for part, end in zip(parts, _ends(ends, shape, place), strict=True)]
+                for place, parts in enumerate(own)
+            ]
+            self._features = [
+                _gathered([parts[index] for parts in own], [each[index] for each in rows], ends[index][-1], shape)
+                for index in range(len(ends))
+            ]
+        self._own = {id(batch): slices for batch, slices in zip(batches, rows, strict=True)}
+        self._gradients = self._derivatives(batches, shape)
+
+    def loss(self, batch: MicroBatch) -> Loss:
+        """Return the loss of one of the micro-batches, whose gradient includes that of other losses by its features."""
+        features = self._recipe.features(self._model, batch.data)
+        loss = self._loss(batch, self._features)
+        return with_gradients(loss, features, self._gradients[id(batch)])
+
+    def _computed(
+        self, batches: Sequence[MicroBatch], shape: StepShape, begin: Callable[[MicroBatch], None]
+    ) -> list[Sequence[Tensor]]:
+        """Return the features of each micro-batch; ranks with fewer of them compute one again."""
+        kept = KeptBuffers(buffer_slots(self._model))
+        own: list[Sequence[Tensor]] = []
+        with torch.no_grad():
+            for place in range(shape.passes):
+                batch = batches[min(place, len(batches) - 1)]
+                begin(batch)
+                seed_generators(batch.seed, self._device)
+                own.append(self._call(partial(self._recipe.features, self._model, batch.data)))
+                kept.restore()
+        return own[: len(batches)]
+
+    def _loss(self, batch: MicroBatch, features: Sequence[Tensor]) -> Loss:
+        seed_generators((batch.seed + 1) % 2**63, self._device)
+        return self._recipe.feature_loss(self._model, Features(features, self._own[id(batch)]), batch.data)
+
+    def _derivatives(self, batches: Sequence[MicroBatch], shape: StepShape) -> dict[int, Sequence[Tensor | None]]:
+        """Return the derivatives of all losses of the step by the features of each micro-batch."""
+        nodes = shape.nodes()
+        counters = [Counter() for _ in set(nodes.values())]
+        for place, node in nodes.items():
+            counters[node].add([self._call(partial(self._derivative, batches[place]))])
+        for _ in range(shape.passes - len(batches)):  # others gather the model once more
+            self._call(partial(self._derivative, batches[0]))
+        with phase("communication"):
+            total_n = shape.total([counter.waiting[0][0] for counter in counters])
+        trained = [each for each in self._features if each.is_floating_point()]
+        parts = iter(torch.split(total_n, [each.numel() for each in trained]))
+        sums = [next(parts).view_as(each) if each.is_floating_point() else None for each in self._features]
+        return {
+            batch: [None if each is None else each[rows] for each, rows in zip(sums, own, strict=True)]
+            for batch, own in self._own.items()
+        }
+
+    def _derivative(self, batch: MicroBatch) -> Tensor:
+        """Return the derivative of the loss of ``batch`` by the features of all logical ranks, float32 (n,)."""
+        features = [each.detach().requires_grad_(each.is_floating_point()) for each in self._features]
+        trained = [each for each in features if each.requires_grad]
+        with torch.enable_grad():
+            loss: Any = self._loss(batch, features)
+            loss = getattr(loss, "loss", loss)
+            scalar: Tensor = loss[0] if isinstance(loss, tuple) else loss
+            if not scalar.requires_grad:
+                raise ConfigError(
+                    f"{type(self._recipe).__name__}.feature_loss does not depend on the features of the step. Compute "
+                    "it with features.everyone, which holds those of all logical ranks."
+                )
+            gradients = torch.autograd.grad(scalar, trained, allow_unused=True, materialize_grads=True)
+        return torch.cat([each.float().flatten() for each in gradients])
+
+
+def _ends(ends: Sequence[Sequence[int]], shape: StepShape, place: int) -> list[int]:
+    """Return where the rows of micro-batch ``place`` end in each tensor."""
+    return [each[shape.logical_rank(place)] for each in ends]
+
+
+def _counts(own: Sequence[Sequence[Tensor]], shape: StepShape, device: torch.device) -> Tensor:
+    """Return the number of rows of each logical rank in each tensor, int64 (tensors, logical ranks)."""
+    counts_kr = torch.zeros(len(own[0]), shape.logical_ranks, dtype=torch.int64, device=device)
+    for place, parts in enumerate(own):
+        for index, part in enumerate(parts):
+            counts_kr[index, shape.logical_rank(place)] = len(part)
+    return shape.all_reduce(counts_kr)
+
+
+def _gathered(parts: Sequence[Tensor], rows: Sequence[slice], total: int, shape: StepShape) -> Tensor:
+    """Return a tensor (total, ...) with ``parts`` at their ``rows``, and those of other processes at theirs."""
+    gathered = parts[0].new_zeros(total, *parts[0].shape[1:])
+    for part, place in zip(parts, rows, strict=True):
+        gathered[place] = part
+    shape.all_reduce(gathered.view(-1).view(torch.uint8))
+    return gathered
