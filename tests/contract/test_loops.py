@@ -17,10 +17,9 @@ ORDERED: dict[str, tuple[Strategy, int]] = {
     "single": (Single(reduce="ordered"), 1),
     "ddp": (DDP(reduce="ordered"), 2),
     "ddp that finds unused parameters": (DDP(reduce="ordered", find_unused_parameters=True), 4),
-    "zero": (ZeRO(reduce="ordered"), 4),
-    "zero that finds unused parameters": (ZeRO(reduce="ordered", find_unused_parameters=True), 2),
+    "zero": (ZeRO(reduce="ordered"), 2),
     "fsdp": (FSDP(reduce="ordered"), 2),
-    "fsdp in small units": (FSDP(reduce="ordered", wrap="size", wrap_parameters=1), 4),
+    "fsdp in small units": (FSDP(reduce="ordered", wrap="size", wrap_parameters=1), 2),
     "mesh": (Mesh(reduce="ordered"), 2),
 }
 LOGICAL_RANKS = 4
@@ -43,7 +42,7 @@ def test_ordered_sums_give_every_case_one_digest_or_a_refusal() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_mesh_of_data_and_small_units_train_what_a_plain_loop_trains() -> None:
-    for strategy in (Mesh(), FSDP(wrap="size", wrap_parameters=1), FSDP(accumulate="sharded")):
+def test_a_mesh_of_data_and_summed_shards_train_what_a_plain_loop_trains() -> None:
+    for strategy in (Mesh(), FSDP(wrap="size", wrap_parameters=1, accumulate="sharded")):
         wrong = faults(CASES, outcomes(strategy, CASES, 2))
         assert not wrong, "\n".join((str(strategy), *wrong))

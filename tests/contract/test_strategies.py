@@ -13,6 +13,7 @@ from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.contract import StrategyContract, assert_close
+from worldsize.testing.gradient_loops import GRADIENT_CASES
 from worldsize.testing.training import STEPS, reference, train
 from worldsize.testing.worlds import run_in_worlds
 
@@ -47,6 +48,7 @@ class TestDDPInInt8AcrossNodes(Held):
     sizes = (4,)
     local_size = 2
     tolerance = 0.05
+    cases = GRADIENT_CASES  # other programs are those of TestDDPByNode
 
 
 @pytest.mark.killed
@@ -54,6 +56,7 @@ class TestPowerSGD(Held):
     strategy = DDP(compress="powersgd", powersgd_rank=4)
     sizes = (3,)
     tolerance = 0.2
+    cases = GRADIENT_CASES
 
 
 @pytest.mark.slow  # the gate has tests/collectives/test_sparse.py: the algorithm, and the bits of a resumed run
@@ -88,6 +91,7 @@ class TestHSDP(Held):
     strategy = FSDP(shard="node")
     sizes = (4,)
     local_size = 2
+    cases = GRADIENT_CASES
 
 
 @pytest.mark.killed

@@ -9,6 +9,7 @@ from plugins.local_sgd.strategy import LocalSGD
 from plugins.streaming_diloco.strategy import StreamingDiLoCo
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.contract import StrategyContract
+from worldsize.testing.gradient_loops import GRADIENT_CASES
 
 
 class Held(StrategyContract):
@@ -30,6 +31,7 @@ class TestLocalSGDWithAMeanOptimizer(Held):
     strategy = LocalSGD(inner_steps=3, optimizer_state="mean")
     sizes = (3,)
     tolerance = 0.3
+    cases = GRADIENT_CASES  # other programs are those of TestDiLoCo
 
 
 class TestStreamingDiLoCo(Held):
@@ -38,3 +40,4 @@ class TestStreamingDiLoCo(Held):
     strategy = StreamingDiLoCo(inner_steps=4, fragment_blocks=1, delay=3, mix=0.5, outer_lr=0.7)
     sizes = (3,)
     tolerance = 0.3
+    cases = GRADIENT_CASES

@@ -19,8 +19,8 @@ ELASTIC = ("reproducibility=elastic", "compile=true")
 KILLED = "faults=[{action: kill, rank: 1, step: 5}]"
 SAME = {
     "one process": ("strategy=single", "cluster.processes=1"),
-    "ddp, 8": ("strategy=ddp", "cluster.processes=8"),
-    "fsdp, 4": ("strategy=fsdp", "cluster.processes=4"),
+    "ddp, 4": ("strategy=ddp", "cluster.processes=4"),
+    "fsdp, 2": ("strategy=fsdp", "cluster.processes=2"),
     "killed and resumed": ("strategy=ddp", "cluster.processes=2", KILLED, "launcher.max_restarts=1"),
 }
 OTHERS = {

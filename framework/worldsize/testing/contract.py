@@ -25,7 +25,7 @@ from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.testing.cases import CASES
 from worldsize.testing.interrupted import CountingChain, changed_by_interruption
 from worldsize.testing.leaks import LOOPBACK, children, listening
-from worldsize.testing.loops import faults, outcomes
+from worldsize.testing.loops import Case, faults, outcomes
 from worldsize.testing.recipes import AveragedChain, TwoPlayers
 from worldsize.testing.training import (
     ALONE,
@@ -59,8 +59,8 @@ class StrategyContract:
         loss_differs: Reason why the algorithm by design does not have the loss of one process; empty: it does. The test
             then asks only that the loss falls, and is skipped with this reason, which ``pytest -rs`` shows.
         partners: Strategies that must load its checkpoints and it theirs, at the first of ``sizes``.
-        refuses: Names of the :data:`~worldsize.testing.cases.CASES` that it refuses; None: any that it refuses with a
-            remedy.
+        cases: Programs that it trains as a plain loop does, or refuses.
+        refuses: Names of the ``cases`` that it refuses; None: any that it refuses with a remedy.
     """
 
     strategy: ClassVar[Strategy]
@@ -71,6 +71,7 @@ class StrategyContract:
     two_sided: ClassVar[bool] = False
     loss_differs: ClassVar[str] = ""
     partners: ClassVar[Sequence[Strategy]] = ()
+    cases: ClassVar[Sequence[Case]] = CASES
     refuses: ClassVar[Collection[str] | None] = None
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -161,12 +162,12 @@ class StrategyContract:
                 assert_same(loaded.model, saved.model)
 
     def test_it_trains_what_a_plain_loop_trains_or_refuses_it(self) -> None:
-        """Train :data:`~worldsize.testing.cases.CASES`, and compare weights with a plain loop, at the smallest size.
+        """Train ``cases``, and compare weights with a plain loop, at the smallest size.
 
         A strategy with a ``tolerance`` above 0.001, or whose loss differs by design, need only train or refuse them.
         """
-        ended = outcomes(self.strategy, CASES, self.sizes[0], local_size=self.local_size)
-        wrong = faults(CASES, ended, exact=self.tolerance <= 1e-3 and not self.loss_differs)
+        ended = outcomes(self.strategy, self.cases, self.sizes[0], local_size=self.local_size)
+        wrong = faults(self.cases, ended, exact=self.tolerance <= 1e-3 and not self.loss_differs)
         assert not wrong, "\n".join(wrong)
         refused = {name for name, outcome in ended.items() if outcome.refusal}
         assert self.refuses is None or refused == set(self.refuses), f"refused: {sorted(refused)}"
