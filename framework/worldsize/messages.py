@@ -45,6 +45,14 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
+def last_error(text: str) -> str:
+    """Return the error at the end of a traceback in one line; of another text the first line."""
+    lines = [line for line in text.splitlines() if line.strip()] or ["no cause"]
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    after = lines[frames[-1] :] if frames and lines[0].startswith("Traceback") else lines
+    return next((line for line in after if not line[0].isspace()), lines[-1]).strip()
+
+
 def duration(seconds: float) -> str:
     """Format seconds as "3.2 s", "5 min 7 s", "2 h 10 min" or "12.5 days"; NaN raises ValueError."""
     minutes, rest = divmod(round(seconds), 60)

@@ -22,7 +22,7 @@ from worldsize.core import Plan
 from worldsize.driver.examine import examine
 from worldsize.driver.host_check import check_hosts, facts_of
 from worldsize.driver.restarts import run_attempts
-from worldsize.errors import ConfigError, FirstHostLostError
+from worldsize.errors import ConfigError, FirstHostLostError, WorldsizeError
 from worldsize.launch.agent_connection import AgentConnection, RemoteAgent
 from worldsize.launch.agents import Follower, Lead
 from worldsize.launch.handshake import Message
@@ -100,7 +100,7 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
     if lost_first(os.environ) or (job_of(os.environ) or {}).get("requeues"):
         _wait_for_lock(run, settings.cluster.timeout)
     with opened(run) as record, ExitStack() as stack:
-        code, door = 1, None
+        code, door, attempts = 1, None, len(record.attempts)
         try:
             if place.count > 1:
                 facts = facts_of(settings.recipe, place)  # takes seconds, so before other hosts connect and wait
@@ -113,6 +113,10 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
                     silence, port = launcher.node_timeout, _port(settings, run)
                     door = stack.enter_context(Door(place, port, read_key(run.path), check, silence=silence))
             code = run_attempts(settings, Lead.of(launcher, place, others, door), plan, record)
+        except WorldsizeError as error:
+            if len(record.attempts) == attempts:  # the hosts did not meet, or differ
+                record.give_up(str(error), unstarted=plan.world_size)
+            raise
         finally:
             for other in others:
                 other.announce_end(code)

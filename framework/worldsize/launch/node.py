@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -146,7 +147,7 @@ def start_process(plan: Plan, rendezvous: Rendezvous, role: str, rank: int, star
         process.start()
     if theirs is not None:
         theirs.close()
-    return Member(role, rank, process, log, run.error(role, rank), placement.heartbeat, ours)
+    return Member(role, rank, process, log, run.error(role, rank), placement.heartbeat, ours, socket.gethostname())
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from worldsize.records.damage import reading
 from worldsize.records.json_lines import Rows
 from worldsize.records.metrics import is_timing, metric_rows
 from worldsize.records.run_directory import RunDirectory, runs_below
-from worldsize.records.run_record import look
+from worldsize.records.run_record import RunView, look
 
 SCALING = "scaling.json"
 _MOST = 10_000  # lines of a file; more than a screen has pixels
@@ -51,6 +51,11 @@ class Record:
     stands_for: int
     timing_stands_for: Mapping[int, int]
     damaged: int
+
+    @property
+    def failure(self) -> str | None:
+        """Cause of the last attempt's failure, in a line; None: it did not fail."""
+        return RunView(RunDirectory(self.folder), self.manifest).failure
 
     @property
     def attempts(self) -> list[Attempt]:
