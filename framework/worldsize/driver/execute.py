@@ -30,6 +30,7 @@ from worldsize.driver.record import amend_record, check_same, scrubber_of, with_
 from worldsize.driver.restarts import run_attempts
 from worldsize.driver.scheduled import wait_for
 from worldsize.errors import ConfigError, RunFolderError, WorldsizeError
+from worldsize.messages import outlive_output
 from worldsize.observe.summary import show_summary
 from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.records.run_directory import RunDirectory, created, planned
@@ -76,6 +77,7 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
     settings.launcher.check(settings.cluster)
     clean = scrubber_of(cfg, settings)
     plan = with_secrets(settings, plan, clean)
+    outlive_output()
     with created(run, is_private=settings.run.private):
         write_record(settings, plan, run, clean)
     if cfg.launch == "write":
@@ -208,6 +210,7 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
         WorldsizeError: the configuration cannot run; it or the data differ from the recorded ones in something that
             ``ignore`` does not name; or the run already has more steps than asked for.
     """
+    outlive_output()
     settings, run = checked(cfg), record.directory
     clean = scrubber_of(cfg, settings)
     plan = with_secrets(settings, settings.plan(run.path), clean)

@@ -30,7 +30,7 @@ from worldsize.world.interfaces import address_towards, interface_of
 from worldsize.world.interfaces import variables as network_variables
 from worldsize.world.preemption import PREEMPTED
 from worldsize.world.roles import heals
-from worldsize.world.scratch import private_folder
+from worldsize.world.scratch import socket_folder
 
 
 @final
@@ -185,7 +185,7 @@ def _rendezvous(plan: Plan, first: str, port: int, address: str) -> Rendezvous:
     }
     variables = {**_network(plan, address), **store}
     place = f"tcp://{first}:{port}" if heals(plan.roles) else "env://"
-    return Rendezvous(private_folder(), plan.cluster.processes_per_node, place, variables, address)
+    return Rendezvous(socket_folder(), plan.cluster.processes_per_node, place, variables, address)
 
 
 @final

@@ -33,7 +33,7 @@ from worldsize.world.membership import MembershipChannel, Pipe
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
 from worldsize.world.roles import heals, place_of, role_of, role_ranks
-from worldsize.world.scratch import private_folder
+from worldsize.world.scratch import socket_folder
 
 _DETECTION = 5.0  # seconds within which this process notices that one that it has started is dead
 _STARTING = 60.0  # seconds that a process may take from its fork until it is ready to train
@@ -110,7 +110,7 @@ class Rendezvous:
     @staticmethod
     def alone(plan: Plan) -> Rendezvous:
         """Create the rendezvous of a run on one host, without ports that are reachable from outside."""
-        folder, cluster = private_folder(), plan.cluster
+        folder, cluster = socket_folder(), plan.cluster
         interface = cluster.interface or ("lo" if sys.platform == "linux" else None)
         network = variables(cluster.backend, interface, cluster.hca)
         return Rendezvous(folder, plan.world_size, f"file://{folder}/store", network)
@@ -173,7 +173,8 @@ def _body(
     die_with_parent(parent)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to every process; the launcher decides
+        signal.signal(number, signal.SIG_IGN)
     del sys.argv[1:]  # the command line may contain a secret, and loggers record it
     _write_to(log)
     os.environ.update(environment)
@@ -195,5 +196,5 @@ def _write_to(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    opened = partial(open, mode="w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stdout, sys.stderr = opened(1), opened(2)

@@ -17,7 +17,7 @@ from typing import IO, final
 from worldsize.core import Failure, Job, Outcome
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import look
-from worldsize.world.preemption import SIGNALS
+from worldsize.world.preemption import SIGNALS, handled, note
 
 _logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class SshJob(Job):
 
     def wait(self) -> Outcome:
         """Block until all have ended. A first signal asks them to save and end; a second or a failure kills them."""
-        before = {number: signal.signal(number, lambda number, _: self._seen.append(number)) for number in SIGNALS}
+        before = {each: signal.signal(each, lambda number, _: note(self._seen, number)) for each in handled(SIGNALS)}
         try:
             while True:
                 self._join()

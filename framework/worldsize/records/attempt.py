@@ -117,6 +117,12 @@ def failure_of_launcher(cause: str, host: str | None = None) -> FailureRecord:
     return failure_of(Failure(LAUNCHER, 0, cause, 1, host=host or socket.gethostname()))
 
 
+def last_failure(attempts: Sequence[Attempt]) -> str | None:
+    """Return the cause of the last attempt's failure, in a line; None: it did not fail."""
+    failure = attempts[-1].get("failure") if attempts else None
+    return failure_text(failure) if failure else None
+
+
 def failure_text(failure: Mapping[str, object]) -> str:
     """Say in one line for people who failed where, at which step and why, as a FailureRecord has it."""
     where = f" on {host}" if (host := failure.get("host")) else ""

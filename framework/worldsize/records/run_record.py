@@ -24,8 +24,8 @@ from worldsize.records.attempt import (
     end_of,
     failure_of,
     failure_of_launcher,
-    failure_text,
     formatted,
+    last_failure,
     new_attempt,
     note_failure,
 )
@@ -34,6 +34,7 @@ from worldsize.records.lock import is_locked, run_lock
 from worldsize.records.manifest import is_own, read_manifest, write_manifest
 from worldsize.records.run_directory import RunDirectory, is_missing
 from worldsize.world.environments import lost_first
+from worldsize.world.scratch import full_folder
 
 if TYPE_CHECKING:  # these import torch, for which those who only look at records do not wait
     from worldsize.core import Outcome
@@ -67,8 +68,7 @@ class RunView:
     @property
     def failure(self) -> str | None:
         """Cause of the last attempt's failure, in a line; None: it did not fail."""
-        failure = self.attempts[-1].get("failure") if self.attempts else None
-        return failure_text(failure) if failure else None
+        return last_failure(self.attempts)
 
     @property
     def results(self) -> Mapping[str, Any]:
@@ -127,9 +127,9 @@ def create_record(directory: RunDirectory, manifest: Manifest, *, config: str, o
 
 def write_configuration(directory: RunDirectory, *, config: str, overrides: str | None = None) -> None:
     """Write ``config.yaml``, from which processes start, and the command line's overrides."""
-    directory.config.write_text(config)
+    directory.config.write_text(config, encoding="utf-8")
     if overrides is not None:
-        directory.overrides.write_text(overrides)
+        directory.overrides.write_text(overrides, encoding="utf-8")
 
 
 def write_result(directory: RunDirectory, result: Mapping[str, Any]) -> None:
@@ -165,8 +165,8 @@ def writing(directory: RunDirectory) -> Iterator[None]:
         if error.errno not in _STORAGE_ERRORS and not is_inside:
             raise
         place = f"the run folder {directory.path}" if is_inside or file is None else file
-        why = error.strerror or str(error)
-        text = f"{place} cannot be written any more ({why}); resume the run once that is repaired."
+        place = place if file is not None else full_folder(directory.path) or place
+        text = f"{place} cannot be written any more ({error.strerror or error}); resume the run once that is repaired."
         raise RunFolderError(text) from error
 
 
@@ -304,9 +304,9 @@ def _settle(directory: RunDirectory) -> Manifest:
     manifest: Manifest = read_manifest(directory.manifest)
     if _says_running(manifest):
         last = max(_last_written(directory.path), manifest["attempts"][-1]["start_at"])
-        failure = failure_of_launcher(_KILLED, manifest["attempts"][-1]["hosts"][0])
         facts = {"end": formatted(last), "end_at": last, "exit_reason": "killed", "exit_code": None}
-        ended = _with_end(manifest, **facts, failure=failure)
+        host = manifest["attempts"][-1]["hosts"][0]
+        ended = _with_end(manifest, **facts, failure=failure_of_launcher(_KILLED, host))
         directory.reserve.unlink(missing_ok=True)
         manifest = write_manifest(directory.manifest, ended, own=is_own(manifest))
     return manifest

@@ -16,12 +16,12 @@ from typing import Any, final
 from worldsize.errors import WorldsizeError
 from worldsize.files import is_file
 from worldsize.observe.events import is_event
-from worldsize.records.attempt import Attempt
+from worldsize.records.attempt import Attempt, last_failure
 from worldsize.records.damage import reading
 from worldsize.records.json_lines import Rows
 from worldsize.records.metrics import is_timing, metric_rows
 from worldsize.records.run_directory import RunDirectory, runs_below
-from worldsize.records.run_record import RunView, look
+from worldsize.records.run_record import look
 
 SCALING = "scaling.json"
 _MOST = 10_000  # lines of a file; more than a screen has pixels
@@ -55,7 +55,7 @@ class Record:
     @property
     def failure(self) -> str | None:
         """Cause of the last attempt's failure, in a line; None: it did not fail."""
-        return RunView(RunDirectory(self.folder), self.manifest).failure
+        return last_failure(self.attempts)
 
     @property
     def attempts(self) -> list[Attempt]:
