@@ -76,7 +76,13 @@ def size(count: float) -> str:
 
 
 def show_messages() -> None:
-    """Show what worldsize's modules log; called once by each program, and inherited by what it forks."""
+    """Show what worldsize's modules log; called once by each program, and inherited by what it forks.
+
+    Characters that the terminal's encoding lacks are escaped.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     logger, handler = logging.getLogger("worldsize"), _StandardError()
     handler.setFormatter(_Line())
     logger.handlers = [handler]
@@ -145,10 +151,7 @@ class _LastingFile(io.RawIOBase):
 
 
 def outlive_output() -> None:
-    """Let no error of the terminal, or of the files and pipes in its place, end this process from now on.
-
-    Characters that their encoding lacks are escaped.
-    """
+    """Let no error of the terminal, or of the files and pipes in its place, end this process from now on."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         with suppress(OSError, ValueError, AttributeError):  # not a file, as in tests

@@ -19,6 +19,7 @@ from worldsize.config.recorded import read_settings
 from worldsize.config.search_path import make_importable, roots
 from worldsize.config.settings import Settings
 from worldsize.core import Plan
+from worldsize.data.source import check_paths
 from worldsize.driver.examine import examine
 from worldsize.driver.host_check import check_hosts, facts_of
 from worldsize.driver.restarts import run_attempts
@@ -102,6 +103,7 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
     with opened(run) as record, ExitStack() as stack:
         code, door, attempts = 1, None, len(record.attempts)
         try:
+            check_paths(settings.recipe)
             if place.count > 1:
                 facts = facts_of(settings.recipe, place)  # takes seconds, so before other hosts connect and wait
                 agents = gather(place, _port(settings, run), read_key(run.path), **_waits(settings, launcher))

@@ -25,6 +25,7 @@ from worldsize.config.remembering import check_resumes
 from worldsize.config.settings import Settings
 from worldsize.core import AgentLauncher, BatchLauncher, Failure, Launcher, Plan
 from worldsize.cost.crossings import crossings_text
+from worldsize.data.source import check_paths
 from worldsize.driver.hints import command_line
 from worldsize.driver.record import amend_record, check_same, scrubber_of, with_secrets, write_record
 from worldsize.driver.restarts import run_attempts
@@ -113,6 +114,8 @@ def checked(cfg: DictConfig) -> Settings:
     """
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     settings = settings_of(cfg)
+    if isinstance(settings.launcher, Launcher):  # else other machines have the data, whose agents look for them
+        check_paths(settings.recipe)
     check_trainable(settings.recipe, settings.strategy)
     check_construction(
         settings.recipe,
