@@ -97,6 +97,18 @@ def test_a_run_whose_terminal_hangs_up_saves(terminal: Any, begun: Callable[...,
 
 
 @pytest.mark.heavy
+def test_a_run_saves_if_a_worker_alone_gets_the_signal(
+    terminal: Any, begun: Callable[..., Path], tmp_path: Path
+) -> None:
+    running = terminal("steps=2000", SLOW)
+    begun(tmp_path)
+    pid = running.process.pid
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        os.kill(int(child), signal.SIGHUP)
+    assert running.process.wait(120) == 75
+
+
+@pytest.mark.heavy
 def test_under_nohup_a_run_whose_terminal_hangs_up_trains_on(
     terminal: Any, begun: Callable[..., Path], tmp_path: Path
 ) -> None:

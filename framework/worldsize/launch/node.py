@@ -14,6 +14,7 @@ from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, ClassVar
 
 from worldsize.core import LaunchMethod, Plan, Range
@@ -31,7 +32,7 @@ from worldsize.world.fork import ready_to_fork
 from worldsize.world.interfaces import variables
 from worldsize.world.membership import MembershipChannel, Pipe
 from worldsize.world.parent import die_with_parent
-from worldsize.world.preemption import SIGNALS
+from worldsize.world.preemption import SIGNALS, handled
 from worldsize.world.roles import heals, place_of, role_of, role_ranks
 from worldsize.world.scratch import socket_folder
 
@@ -171,10 +172,12 @@ def _body(
 ) -> None:
     """Run the worker in the forked process."""
     die_with_parent(parent)
-    for number in SIGNALS:
+    for number in handled(SIGNALS):
         signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to every process; the launcher decides
-        signal.signal(number, signal.SIG_IGN)
+    # a terminal sends these to every process; the launcher decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in handled([signal.SIGHUP]):
+        signal.signal(number, _leave)  # not SIG_IGN: that stands for nohup
     del sys.argv[1:]  # the command line may contain a secret, and loggers record it
     _write_to(log)
     os.environ.update(environment)
@@ -188,6 +191,10 @@ def _body(
         sys.stderr.flush()
         os._exit(1)  # a thread may be waiting for a peer that will never connect
     sys.exit(code)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Leave a signal to others."""
 
 
 def _write_to(log: Path) -> None:

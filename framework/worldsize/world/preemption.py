@@ -17,7 +17,7 @@ _SAME = (
 
 
 def handled(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Return the signals without SIGHUP if this process ignores it, as under nohup and where the launcher decides."""
+    """Return the signals without SIGHUP if this process ignores it, as under nohup."""
     return [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
 
 
