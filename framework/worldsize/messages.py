@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import select
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TextIO
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, TextIO, final
 
 from worldsize.errors import WorldsizeError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 CONFIG_ERROR = 2  # exit code of what cannot run as it is configured
 FIRST_LOST = 76  # exit code of a host's agent that has lost the first host
@@ -45,6 +49,14 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
+def last_error(text: str) -> str:
+    """Return the error at the end of a traceback in one line; of another text the first line."""
+    lines = [line for line in text.splitlines() if line.strip()] or ["no cause"]
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    after = lines[frames[-1] :] if frames and lines[0].startswith("Traceback") else lines
+    return next((line for line in after if not line[0].isspace()), lines[-1]).strip()
+
+
 def duration(seconds: float) -> str:
     """Format seconds as "3.2 s", "5 min 7 s", "2 h 10 min" or "12.5 days"; NaN raises ValueError."""
     minutes, rest = divmod(round(seconds), 60)
@@ -64,7 +76,13 @@ def size(count: float) -> str:
 
 
 def show_messages() -> None:
-    """Show what worldsize's modules log; called once by each program, and inherited by what it forks."""
+    """Show what worldsize's modules log; called once by each program, and inherited by what it forks.
+
+    Characters that the terminal's encoding lacks are escaped.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     logger, handler = logging.getLogger("worldsize"), _StandardError()
     handler.setFormatter(_Line())
     logger.handlers = [handler]
@@ -97,6 +115,53 @@ def ask(facts: Mapping[str, Sequence[str]], *, yes: bool, deed: str) -> None:
     print(f"This record was not written by you. {deed} [y/N] ", end="", file=sys.stderr, flush=True)
     if input().strip().lower() not in ("y", "yes"):
         raise WorldsizeError("nothing was installed or run.")
+
+
+@final
+class _LastingFile(io.RawIOBase):
+    """Output to a file or terminal that a run can outlive: bytes that it refuses are dropped, after one warning."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        self._descriptor, self._name = descriptor, name
+        self._has_failed = False
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Buffer, /) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except OSError as error:  # a full disk, a closed pipe, a terminal that hung up
+            if not self._has_failed:
+                self._has_failed = True
+                self._warn(error)
+        return memoryview(data).nbytes
+
+    def _warn(self, error: OSError) -> None:
+        """Warn on standard error, not through ``sys.stderr``: that may be buffered by the writer which calls this."""
+        fact = f"warning: {self._name} cannot be written ({error.strerror})"
+        with suppress(OSError):
+            os.write(2, f"{fact}; the run goes on, and its folder has the logs\n".encode())
+
+
+def outlive_output() -> None:
+    """Let no error of the terminal, or of the files and pipes in its place, end this process from now on."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        with suppress(OSError, ValueError, AttributeError):  # not a file, as in tests
+            descriptor = stream.fileno()
+            with suppress(OSError):
+                stream.flush()
+            file = io.BufferedWriter(_LastingFile(descriptor, name))
+            lines = stream.line_buffering
+            lasting = io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=lines)
+            setattr(sys, name, lasting)
 
 
 @contextmanager

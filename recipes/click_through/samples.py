@@ -47,7 +47,7 @@ class Criteo(Samples):
 
     @property
     def _file(self) -> Path:
-        return Path(self.path) / "train.txt"
+        return Path(self.path).expanduser() / "train.txt"
 
     def read(self, split: str) -> TensorDataset:
         first, count = (0, self.rows) if split == "train" else (self.rows, self.test_rows)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.observe.run_folders import write_run
 from worldsize.app import keep_operators
 from worldsize.driver.hints import needs_uv
 from worldsize.messages import until_output_closes
@@ -92,3 +93,13 @@ def test_an_exit_leaves_operators_registered_and_removes_temporary_folders(tmp_p
         keep_operators()
         assert [each.atexit for each in of_library] == [False]
         assert [each.atexit for each in others] == [True]
+
+
+def test_a_command_escapes_what_the_encoding_of_the_terminal_lacks(tmp_path: Path) -> None:
+    write_run(tmp_path / "größe", steps=1)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-m", "worldsize", "status", str(tmp_path)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith(r"gr\xf6\xdfe")

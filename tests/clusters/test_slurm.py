@@ -179,6 +179,10 @@ def test_a_rank_that_fails_ends_the_job_with_its_cause(slurm: Slurm, submit: Any
     assert "worker 3 failed at step 9:\nkilled by SIGKILL" in logs(run.folder)
     assert slurm.state(job_of(run.folder)) == "FAILED"
     assert reasons(run.folder) == ["failed"]
+    (attempt,) = run.json("run_manifest.json")["attempts"]
+    assert (attempt["failure"]["rank"], attempt["failure"]["step"]) == (3, 9)
+    assert (attempt["failure"]["host"], attempt["failure"]["cause"]) == (attempt["hosts"][1], "killed by SIGKILL")
+    assert "worker 3 on" in run.error  # of the command that waited
 
 
 def test_a_failed_gang_is_restarted_within_its_job(submit: Any, laptop: Any) -> None:

@@ -113,10 +113,13 @@ def _host_of(pid: int) -> str:
     return done.stdout.strip()
 
 
-def test_a_rank_that_fails_is_the_cause_whatever_its_host(launch: Any) -> None:
+def test_a_rank_that_fails_is_the_cause_whatever_its_host(launch: Any, tmp_path: Path) -> None:
     code, output = launch("steps=30", "faults=[{action: kill, rank: 3, step: 9}]").end()
     assert code == 1
     assert "worker 3 failed at step 9:\nkilled by SIGKILL" in output
+    (attempt,) = json.loads((folder_of(tmp_path) / "run_manifest.json").read_text())["attempts"]
+    failure = {"role": "worker", "rank": 3, "host": "h2", "step": 9, "cause": "killed by SIGKILL"}
+    assert attempt["failure"] == failure
 
 
 def test_an_interrupt_saves_and_the_run_can_be_resumed(
@@ -181,3 +184,6 @@ def test_other_code_on_a_host_is_an_error_that_names_it(launch: Any, tmp_path: P
     code, output = launch("steps=3", f"cluster.python={python}").end()
     assert code == 2
     assert "the hosts differ: h2 (node 1) has code " in output
+    (attempt,) = json.loads((folder_of(tmp_path) / "run_manifest.json").read_text())["attempts"]
+    assert (attempt["exit_reason"], attempt["failure"]["role"]) == ("failed", "launcher")
+    assert attempt["failure"]["cause"].startswith("the hosts differ: h2 (node 1) has code ")

@@ -163,3 +163,10 @@ def test_a_run_reads_from_a_server_what_it_reads_from_this_machine(train: Any, t
             assert list(seen(tmp_path / f"seen{number}")) == list(range(1, 7))
     assert digests[0] == digests[1]
     assert server.ranges
+
+
+def test_a_path_of_data_that_is_not_here_is_refused_before_anything_starts(train: Any, tmp_path: Path) -> None:
+    project(tmp_path, "json_lines")
+    run = train("recipe=every_source", "data=jsonl", "data.path=nowhere", "recipe.seen=seen", "cluster.processes=1")
+    assert (run.code, run.folder) == (2, None)
+    assert run.error.startswith("nowhere: there is no such file, or no file in it that ends with .jsonl or ")

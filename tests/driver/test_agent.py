@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from worldsize.core import Plan
+from worldsize.core import Plan, Role
 from worldsize.driver import agent as leading
 from worldsize.errors import WorldsizeError
 from worldsize.launch.agents import Lead
@@ -38,11 +38,14 @@ def test_a_first_host_that_is_not_satisfied_tells_the_others_that_the_run_is_ove
     monkeypatch.setattr(leading, "facts_of", lambda *_: log.append("facts"))
     monkeypatch.setattr(leading, "gather", gathered)
     monkeypatch.setattr(leading, "check_hosts", refuse)
-    monkeypatch.setattr(leading, "opened", nullcontext)
+    record = SimpleNamespace(
+        attempts=[], give_up=lambda cause, unstarted: log.append(f"{unstarted} not started: {cause}")
+    )
+    monkeypatch.setattr(leading, "opened", lambda run: nullcontext(record))
     monkeypatch.setattr(leading, "read_key", lambda _: None)
     monkeypatch.setattr(leading, "_port", lambda *_: 1)
     settings = SimpleNamespace(recipe=None, cluster=SimpleNamespace(timeout=1.0))
-    run, plan = RunDirectory(tmp_path), Plan(tmp_path, None, {}, {})  # type: ignore[arg-type]
+    run, plan = RunDirectory(tmp_path), Plan(tmp_path, None, {"worker": Role(4)}, {})  # type: ignore[arg-type]
     with pytest.raises(WorldsizeError, match="the hosts differ"):
         leading._lead(settings, Lead(), plan, run, Node(0, 2, HERE))  # type: ignore[arg-type]
-    assert log == ["facts", "gathered", 1], "whoever has come is not kept waiting"
+    assert log == ["facts", "gathered", "4 not started: the hosts differ", 1], "whoever has come is not kept waiting"

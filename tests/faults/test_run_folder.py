@@ -187,7 +187,7 @@ def test_how_an_attempt_ended_is_noted_in_the_room_that_was_kept_for_it(
         assert not run.reserve.exists()
         with pytest.raises(OSError, match="No space"):
             record.begin_attempt([], world_size=1)
-        record.give_up()
+        record.give_up("no room")
     assert [attempt["exit_reason"] for attempt in look(run).attempts] == ["failed", "failed"]
     assert [attempt["number"] for attempt in look(run).attempts] == [1, 2]
 
@@ -198,7 +198,7 @@ def test_an_attempt_that_has_ended_is_not_given_up(run: RunDirectory, monkeypatc
         monkeypatch.setattr(run_record, "write_result", full)
         with pytest.raises(OSError, match="No space"):
             record.end_attempt(Outcome("interrupted", 130))
-        record.give_up()
+        record.give_up("no room")
     assert [attempt["exit_reason"] for attempt in look(run).attempts] == ["interrupted"]
 
 
@@ -208,9 +208,9 @@ def test_a_record_that_can_no_longer_be_written_at_all_is_given_up_in_silence(
     with opened(run) as record:
         record.begin_attempt([], world_size=1)
         monkeypatch.setattr(run_record, "write_manifest", full)
-        record.give_up()
+        record.give_up("no room")
         shutil.rmtree(run.path)
-        record.give_up()
+        record.give_up("no room")
     assert not run.path.exists()
 
 
@@ -240,6 +240,6 @@ def test_a_manifest_without_room_for_the_reserve_is_not_begun(
         monkeypatch.setattr(Path, "write_bytes", full)
         with pytest.raises(OSError, match="No space"):
             record.begin_attempt([], world_size=1)
-        record.give_up()
+        record.give_up("no room")
     assert json.loads(run.manifest.read_text()) == read_manifest(run.manifest)
     assert [attempt["exit_reason"] for attempt in look(run).attempts] == ["failed"]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -112,7 +113,11 @@ def test_the_traceback_of_the_rank_that_failed_comes_first(planted: Path, train:
     assert run.error.startswith("worker 1 failed at step 1:\nTraceback")
     assert "ValueError: 42" in run.error
     assert "gloo" not in run.error.lower()
-    assert run.json("run_manifest.json")["attempts"][-1]["exit_reason"] == "failed"
+    (attempt,) = run.json("run_manifest.json")["attempts"]
+    assert attempt["exit_reason"] == "failed"
+    where = {"role": "worker", "rank": 1, "host": socket.gethostname(), "step": 1}
+    assert attempt["failure"] == {**where, "cause": "ValueError: 42"}
+    assert json.loads((run.folder / "events.jsonl").read_text())["cause"] == "ValueError: 42"
     assert run.json("result.json")["exit_reason"] == "failed"
     assert "ValueError: 42" in (run.folder / "logs" / "worker_00001.log").read_text()
     assert processes_of(planted) == set()

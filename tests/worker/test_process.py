@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from worldsize.records.manifest import write_manifest
 from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import RunRecord
+from worldsize.records.run_record import RunRecord, view
 from worldsize.worker import process
 from worldsize.world.environments import placement
 
@@ -55,3 +57,25 @@ def test_a_rank_that_lost_its_peers_ends_in_a_sentence(
     if is_sentence:
         assert str(ended.value).startswith("rank 0 lost its peers: RuntimeError: [/gloo/transport/tcp/pair.cc:561]")
         assert str(ended.value).endswith("[10.0.0.1]:9. Look for the rank that failed first.")
+
+
+def test_the_first_process_that_failed_is_recorded(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(started)
+
+    def error_of(rank: int, after: float, **facts: object) -> None:
+        error = {"time_ns": time.time_ns() + int(1e9 * after), "traceback": f"error {rank}", "host": "b", **facts}
+        run.error("worker", rank).write_text(json.dumps(error))
+
+    def play(*_: object) -> int:
+        error_of(0, 1.0, lost_peer="closed")
+        error_of(2, 3.0)
+        error_of(3, 2.0)
+        raise RuntimeError
+
+    run.error("worker", 0).parent.mkdir()
+    error_of(1, -1.0)  # of an earlier attempt
+    monkeypatch.setattr(process, "play", play)
+    with pytest.raises(RuntimeError):
+        process.main()
+    failure = view(started).attempts[-1]["failure"]
+    assert failure == {"role": "worker", "rank": 3, "host": "b", "step": None, "cause": "error 3"}

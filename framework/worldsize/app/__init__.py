@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from worldsize.errors import WorldsizeError, neighbours
 from worldsize.messages import refuse, show_messages, until_output_closes
 from worldsize.reproducibility.checkout import remove_worktree
-from worldsize.world.scratch import leftovers
+from worldsize.world.scratch import leftovers, short_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -117,7 +117,8 @@ def call_composed(task: Callable[[DictConfig], int], arguments: Sequence[str]) -
 
 def remove_leftovers() -> None:
     """Remove the temporary folders of this user's processes that were killed, and the git worktrees in them."""
-    for folder in leftovers():
+    elsewhere = short_folder()
+    for folder in [*leftovers(), *(leftovers(elsewhere) if elsewhere else [])]:
         for entry in folder.glob("*/.git"):
             remove_worktree(entry.parent)
         shutil.rmtree(folder, ignore_errors=True)

@@ -16,7 +16,7 @@ from rich.console import Console
 from worldsize.app import exit_process
 from worldsize.driver.agent import agent
 from worldsize.errors import ConfigError, FirstHostLostError, WorldsizeError
-from worldsize.messages import FIRST_LOST, refuse
+from worldsize.messages import FIRST_LOST, outlive_output, refuse
 from worldsize.planning.doctor.findings import REPORT, read_facts
 from worldsize.planning.doctor.report import Report
 from worldsize.records.run_directory import RunDirectory
@@ -37,6 +37,7 @@ def main() -> None:
     )
     parser.add_argument("--from", dest="source", type=Path, help="folder of files to begin the run folder with")
     options = parser.parse_args()
+    outlive_output()
     if options.tether:
         _tether()
     try:

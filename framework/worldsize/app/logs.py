@@ -43,6 +43,8 @@ def main() -> None:
             return
         if command := _of_launcher(scheduler, follow=options.follow):
             sys.exit(_shown(command))
+        if failure := look(run).failure:
+            print(f"attempt {len(look(run).attempts)}: {failure}", flush=True)
         for line in lines(scheduler, options.rank, follow=options.follow):
             print(line, flush=options.follow)
     except WorldsizeError as error:

@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from rich.console import Console
+
 from worldsize.driver.scheduled import Scheduler, state_of
 from worldsize.errors import WorldsizeError
 from worldsize.messages import printable, refuse
@@ -24,32 +26,32 @@ def main() -> None:
     if not runs:
         where = ", ".join(map(str, roots))
         sys.exit(refuse(WorldsizeError(f"no runs below {where}. Name a run folder, or a folder of runs.")))
-    rows, remarks = [_HEAD], []
-    for run in runs:
-        row, remark = _row(run)
-        rows.append(row)
-        remarks += [f"{run.path}: {remark}"] if remark else []
+    rows, failures, errors = zip((_HEAD, None, None), *map(_row, runs), strict=True)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
-    for text in remarks:
-        print(printable(text), file=sys.stderr)
+    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    for row, failure in zip(rows, failures, strict=True):
+        console.print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
+        if failure:
+            console.print(f"  {failure}", style="red")
+    for run, error in zip(runs, errors[1:], strict=True):
+        if error:
+            print(printable(f"{run.path}: {error}"), file=sys.stderr)
 
 
-def _row(run: RunDirectory) -> tuple[Row, str | None]:
-    """Return the table cells of a run, the folder last so that no terminal cuts it, and errors of its record."""
+def _row(run: RunDirectory) -> tuple[Row, str | None, str | None]:
+    """Return the table cells of a run, the folder last so that no terminal cuts it; its failure; its record's error."""
     try:
         view = look(run)
         last = view.attempts[-1] if view.attempts else {"start": "", "world_size": ""}
         facts = (last["start"], f"{last['world_size']}{_waiting(view)}", len(view.attempts), view.job or "")
     except WorldsizeError as error:
-        return _cells("damaged", "", "", "", "", run.path), str(error)
+        return _cells("damaged", "", "", "", "", run.path), None, str(error)
     try:
         state = state_of(view, Scheduler(run))
         is_early = state == "completed" and "stopped_early" in view.results
-        return _cells(f"{state} early" if is_early else state, *facts, run.path), None
+        return _cells(f"{state} early" if is_early else state, *facts, run.path), view.failure, None
     except WorldsizeError as error:
-        return _cells("unknown", *facts, run.path), str(error)
+        return _cells("unknown", *facts, run.path), view.failure, str(error)
 
 
 def _waiting(view: RunView) -> str:

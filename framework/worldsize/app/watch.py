@@ -19,6 +19,7 @@ from worldsize.observe.events import describe_event
 from worldsize.observe.progress import Plain
 from worldsize.observe.report.svg import plain
 from worldsize.observe.watch import Watched, damage_of, screen
+from worldsize.records.attempt import FailureRecord, failure_text
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunView, look
 
@@ -73,9 +74,11 @@ def _lines(console: Console, run: RunDirectory) -> Iterator[Show]:
     def show(watched: Watched, view: RunView, state: str) -> None:
         reasons = [each["exit_reason"] for each in view.attempts]
         for number, reason in enumerate([*reasons[:-1], state], start=1):
-            if (line := printable(f"attempt {number}: {reason}")) not in shown:
-                shown.add(line)
-                console.print(line, highlight=False, markup=False)
+            failures = [failure_text(failure)] if (failure := _failure(view, number)) else []
+            for line in (printable(f"attempt {number}: {reason}"), *failures):
+                if f"{number} {line}" not in shown:
+                    shown.add(f"{number} {line}")
+                    console.print(line, style="red" if failure else None, highlight=False, markup=False)
         if watched.damaged and (line := damage_of(watched)) not in shown:
             shown.add(line)
             console.print(line, highlight=False, markup=False)
@@ -85,6 +88,10 @@ def _lines(console: Console, run: RunDirectory) -> Iterator[Show]:
             console.print(plain(describe_event(event), at_most=200), highlight=False, markup=False)
 
     yield show
+
+
+def _failure(view: RunView, number: int) -> FailureRecord | None:
+    return view.attempts[number - 1].get("failure") if view.attempts else None
 
 
 def _exit_code(view: RunView) -> int:

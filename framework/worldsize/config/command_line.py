@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from worldsize.config.overrides import key_of
 from worldsize.config.schema import Schema
 from worldsize.config.search_path import main_conf, options_in, searched
+from worldsize.config.values import readable
 from worldsize.errors import ConfigError, neighbours
 
 GROUPS = (
@@ -45,7 +46,7 @@ def normalised(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: a flag or a key of Hydra that worldsize does not support.
     """
-    words = sorted(arguments, key=lambda word: "=" in word and not word.startswith("--"))
+    words = sorted(readable(arguments), key=lambda word: "=" in word and not word.startswith("--"))
     flags = get_args_parser().parse_args(words)
     _check_flags(flags)
     for key in map(key_of, flags.overrides):

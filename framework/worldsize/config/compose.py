@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -29,8 +29,9 @@ from worldsize.config.explain import explain
 from worldsize.config.files_read import forget_files, place_of
 from worldsize.config.launcher_schema import LauncherSource
 from worldsize.config.objective import SweepEnded
+from worldsize.config.schema import Schema
 from worldsize.config.search_path import check_unique, main_conf, searched
-from worldsize.core.limits import check_limits, hints_of
+from worldsize.core.limits import FilePath, check_limits, hints_of
 from worldsize.errors import ConfigError, neighbours
 
 
@@ -67,9 +68,10 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
     try:
         with _initialised():
             if cfg := _single_run(words):
-                task(_entered(cfg))
+                task(_with_home(_entered(cfg)))
                 return
-        hydra.main(version_base="1.3", config_path=str(main_conf()), config_name="config")(task)()
+        program = hydra.main(version_base="1.3", config_path=str(main_conf()), config_name="config")
+        program(lambda cfg: task(_with_home(cfg)))()
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, sys.argv[1:]) from error
     except SweepEnded as end:
@@ -125,7 +127,7 @@ def compose_only(arguments: Sequence[str]) -> DictConfig:
             f"the configuration changes hydra.{changed[0]}, and the record is of another user. "
             "Look at it, and begin a run of your own with it; nothing was started."
         )
-    return _entered(cfg)
+    return _with_home(_entered(cfg))
 
 
 def _single_run(words: Sequence[str]) -> DictConfig | None:
@@ -164,6 +166,25 @@ def _entered(cfg: DictConfig) -> DictConfig:
     with open_dict(own):
         del own["hydra"]
     return own
+
+
+def _with_home(cfg: DictConfig) -> DictConfig:
+    """Return the configuration with ``~`` expanded in the paths that the schema names."""
+    for key in _paths(Schema):
+        value = OmegaConf.select(cfg, key)
+        if isinstance(value, str) and value.startswith("~"):
+            with suppress(RuntimeError):  # a user who does not exist: the path is refused where it is read
+                OmegaConf.update(cfg, key, str(Path(value).expanduser()))
+    return cfg
+
+
+def _paths(section: type, above: str = "") -> Iterator[str]:
+    """Yield the keys of paths in a section of the schema and the sections in it."""
+    for name, hint in hints_of(section).items():
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from _paths(hint, f"{above}{name}.")
+        elif any(isinstance(limit, FilePath) for limit in getattr(hint, "__metadata__", ())):
+            yield f"{above}{name}"
 
 
 def _hydra_of(cfg: DictConfig) -> dict[str, Any]:

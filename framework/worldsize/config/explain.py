@@ -39,7 +39,9 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
     if deleted := re.match(r"Error merging override ~([\w.]+)", _first_line(error)):
         return ConfigError(f"~{deleted[1]}: this key stays. Set {deleted[1]}=VALUE, or leave the word out.")
     if isinstance(error, OverrideParseException):
-        return ConfigError(f"{error.override!r} cannot be read: {_first_line(error)}. Write key=value.")
+        key, equals, _ = str(error.override).partition("=")
+        remedy = f"If the value is text, write {key}='\"VALUE\"'." if equals else "Write key=value."
+        return ConfigError(f"{error.override!r} cannot be read: {_first_line(error)}. {remedy}")
     return ConfigError(f"{_first_line(error)}.")
 
 
@@ -128,11 +130,18 @@ def _wrong_type(error: ValidationError) -> str:
     if error.full_key and message.endswith("is not Optional"):
         return f"{error.full_key} needs a value; null is none. Set {error.full_key}=VALUE, or leave it out."
     if error.full_key and (match := _CONVERSION.match(message)):
-        return f"{error.full_key}={match[1]} is of the wrong type: it takes {_KINDS[match[2] or match[3]]}."
+        return f"{error.full_key}={match[1]} is of the wrong type: it takes {_KINDS[match[2] or match[3] or match[4]]}."
     return f"{error.full_key}: {message[:1].lower()}{message[1:]}." if error.full_key else message
 
 
 _CONVERSION = re.compile(
-    r"Value (.+?) (?:of type '\w+' could not be converted to (Integer|Float)|is not a valid (bool) )", re.DOTALL
+    r"Value (.+?) (?:of type '\w+' could not be converted to (Integer|Float)|is not a valid (bool) |"
+    r"of type '\w+' is incompatible with type hint '(?:Optional\[)?(Union)\[int, str\])",
+    re.DOTALL,
 )
-_KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+_KINDS = {
+    "Integer": "a whole number",
+    "Float": "a number",
+    "bool": "true or false",
+    "Union": "a whole number or a name",
+}

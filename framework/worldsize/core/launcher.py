@@ -71,6 +71,7 @@ class Failure:
     exit_code: int
     step: int | None = None  # the step that it was computing, if known
     time_ns: int = 0  # Unix time on its host's clock; 0: a signal or a lost host ended it, before its peers noticed
+    host: str = ""  # name of its host; empty: not known
 
 
 class MembershipRecord(TypedDict):

@@ -111,7 +111,8 @@ class FolderName(Limit):
     def refusal(self, value: Any) -> str | None:
         if not isinstance(value, str):
             return None
-        if value in ("", ".", "..") or value.startswith("-") or any(each in value for each in "/\\\0"):
+        is_safe = value.isprintable() and not any(each in value for each in "/\\") and not value.startswith("-")
+        if value in ("", ".", "..") or not is_safe:
             return "cannot be a folder's name. Use letters, digits, '_', '-' and '.', and no '-' at the beginning."
         return None
 

@@ -7,7 +7,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from worldsize.core import FilePath, OneOf
 from worldsize.data.storage.byte_files import ByteFile, SampleError, digests
 from worldsize.data.storage.cache import Cache
-from worldsize.data.storage.open_files import open_files
+from worldsize.data.storage.open_files import is_url, open_files
 from worldsize.data.storage.read_counts import COUNTS
 from worldsize.reproducibility.seeds import stream
 
@@ -128,6 +128,22 @@ class FileSource(Source):
         described = [[file.name.rpartition("/")[2], file.size, digest] for file, digest in hashed]
         total = hashlib.sha256(json.dumps(described).encode()).hexdigest()
         return {"size": sum(file.size for file in self.files), "sha256": total, "files": len(self.files)}
+
+
+def check_paths(owner: Any) -> None:
+    """Look on this machine for the files of each source in the attributes of an object, and in those of such sources.
+
+    Raises:
+        ConfigError: a path names no file.
+    """
+    for value in getattr(owner, "__dict__", {}).values():
+        for each in value.values() if isinstance(value, Mapping) else [value]:
+            if isinstance(each, FileSource):
+                paths = [each.path] if isinstance(each.path, str) else each.path
+                if not any(map(is_url, paths)):
+                    each.files  # noqa: B018 - looks for them
+            elif is_dataclass(each):
+                check_paths(each)
 
 
 @dataclass(frozen=True)

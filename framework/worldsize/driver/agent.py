@@ -19,10 +19,11 @@ from worldsize.config.recorded import read_settings
 from worldsize.config.search_path import make_importable, roots
 from worldsize.config.settings import Settings
 from worldsize.core import Plan
+from worldsize.data.source import check_paths
 from worldsize.driver.examine import examine
 from worldsize.driver.host_check import check_hosts, facts_of
 from worldsize.driver.restarts import run_attempts
-from worldsize.errors import ConfigError, FirstHostLostError
+from worldsize.errors import ConfigError, FirstHostLostError, WorldsizeError
 from worldsize.launch.agent_connection import AgentConnection, RemoteAgent
 from worldsize.launch.agents import Follower, Lead
 from worldsize.launch.handshake import Message
@@ -100,8 +101,9 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
     if lost_first(os.environ) or (job_of(os.environ) or {}).get("requeues"):
         _wait_for_lock(run, settings.cluster.timeout)
     with opened(run) as record, ExitStack() as stack:
-        code, door = 1, None
+        code, door, attempts = 1, None, len(record.attempts)
         try:
+            check_paths(settings.recipe)
             if place.count > 1:
                 facts = facts_of(settings.recipe, place)  # takes seconds, so before other hosts connect and wait
                 agents = gather(place, _port(settings, run), read_key(run.path), **_waits(settings, launcher))
@@ -113,6 +115,10 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
                     silence, port = launcher.node_timeout, _port(settings, run)
                     door = stack.enter_context(Door(place, port, read_key(run.path), check, silence=silence))
             code = run_attempts(settings, Lead.of(launcher, place, others, door), plan, record)
+        except WorldsizeError as error:
+            if len(record.attempts) == attempts:  # the hosts did not meet, or differ
+                record.give_up(str(error), unstarted=plan.world_size)
+            raise
         finally:
             for other in others:
                 other.announce_end(code)

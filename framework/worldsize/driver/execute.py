@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -23,13 +23,15 @@ from worldsize.config.learning_rate import update_text
 from worldsize.config.objective import Trial, is_search, value_of
 from worldsize.config.remembering import check_resumes
 from worldsize.config.settings import Settings
-from worldsize.core import AgentLauncher, BatchLauncher, Launcher, Plan
+from worldsize.core import AgentLauncher, BatchLauncher, Failure, Launcher, Plan
 from worldsize.cost.crossings import crossings_text
+from worldsize.data.source import check_paths
 from worldsize.driver.hints import command_line
 from worldsize.driver.record import amend_record, check_same, scrubber_of, with_secrets, write_record
 from worldsize.driver.restarts import run_attempts
 from worldsize.driver.scheduled import wait_for
-from worldsize.errors import ConfigError, RunFolderError
+from worldsize.errors import ConfigError, RunFolderError, WorldsizeError
+from worldsize.messages import outlive_output
 from worldsize.observe.summary import show_summary
 from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.records.run_directory import RunDirectory, created, planned
@@ -76,6 +78,7 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
     settings.launcher.check(settings.cluster)
     clean = scrubber_of(cfg, settings)
     plan = with_secrets(settings, plan, clean)
+    outlive_output()
     with created(run, is_private=settings.run.private):
         write_record(settings, plan, run, clean)
     if cfg.launch == "write":
@@ -111,6 +114,8 @@ def checked(cfg: DictConfig) -> Settings:
     """
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     settings = settings_of(cfg)
+    if isinstance(settings.launcher, Launcher):  # else other machines have the data, whose agents look for them
+        check_paths(settings.recipe)
     check_trainable(settings.recipe, settings.strategy)
     check_construction(
         settings.recipe,
@@ -141,10 +146,19 @@ def _started(settings: Settings, plan: Plan, run: RunDirectory, record: Abstract
         case BatchLauncher() as launcher:
             return _submit(launcher, [plan], [run])
         case AgentLauncher() as launcher:
-            return launcher.launch_agents(plan).wait().exit_code
+            attempts = len(look(run).attempts)
+            outcome = launcher.launch_agents(plan).wait()
+            if outcome.failure and len(look(run).attempts) == attempts:  # no agent came so far as to record one
+                _record_failed_start(run, outcome.failure, plan.world_size)
+            return outcome.exit_code
         case launcher:
             with record as held:
                 return run_attempts(settings, launcher, plan, held)
+
+
+def _record_failed_start(run: RunDirectory, failure: Failure, world_size: int) -> None:
+    with suppress(WorldsizeError), opened(run) as record:  # refused while an agent is alive after all
+        record.give_up(f"{failure.host}: {failure.cause}", unstarted=world_size)
 
 
 def _show(settings: Settings, plan: Plan) -> int:
@@ -186,6 +200,8 @@ def _ended(run: RunDirectory) -> int:
     if ended.exit_reason == "completed":
         show_summary(Console(), read_result(run), run.path)
         return 0
+    if ended.failure:
+        _logger.error("%s", ended.failure)
     _logger.error("%s; look at: %s", ended.exit_reason or "it never began", command_line("logs", run.path))
     return int(ended.attempts[-1]["exit_code"] or 1) if ended.attempts else 1
 
@@ -197,6 +213,7 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
         WorldsizeError: the configuration cannot run; it or the data differ from the recorded ones in something that
             ``ignore`` does not name; or the run already has more steps than asked for.
     """
+    outlive_output()
     settings, run = checked(cfg), record.directory
     clean = scrubber_of(cfg, settings)
     plan = with_secrets(settings, settings.plan(run.path), clean)

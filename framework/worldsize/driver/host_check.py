@@ -14,7 +14,8 @@ import worldsize
 from worldsize.config.search_path import bundle, foreign_roots, roots
 from worldsize.config.settings import Settings
 from worldsize.core import Recipe
-from worldsize.errors import WorldsizeError
+from worldsize.data.source import check_paths
+from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.reproducibility.environment import capture_environment
 from worldsize.world.environments import Node
 
@@ -33,7 +34,7 @@ def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
             "NCCL": environment["torch"]["nccl"],
             "packages": _digest(f"{name}=={version}" for name, version in environment["packages"].items()),
             "code": code_digest([root for root in roots() if root not in foreign_roots()]),
-            "data": data_digest(recipe.files()),
+            "data": _data_of(recipe),
         },
         "should_match": {
             "driver": environment["driver"],
@@ -60,6 +61,14 @@ def code_digest(roots: Sequence[Path]) -> str:
     folders = [own, *(root / kind for root in roots for kind in ("recipes", "plugins"))]
     files = sorted({file for folder in folders for file in folder.rglob("*.py")})
     return _digest(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files)
+
+
+def _data_of(recipe: Recipe) -> str:
+    try:
+        check_paths(recipe)
+    except ConfigError as error:
+        return f"that are missing ({str(error).rstrip('.')})"
+    return data_digest(recipe.files())
 
 
 def data_digest(files: Mapping[str, Path]) -> str:

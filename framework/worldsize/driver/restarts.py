@@ -10,13 +10,14 @@ from dataclasses import replace
 from rich.console import Console
 
 from worldsize.config.settings import Settings
-from worldsize.core import Failure, Launcher, Outcome, Plan
+from worldsize.core import Launcher, Outcome, Plan
 from worldsize.driver.hints import command_line
-from worldsize.driver.record import with_claim
+from worldsize.driver.record import with_claim, without_secrets
 from worldsize.errors import RunFolderError
 from worldsize.observe.debug_summary import debug_summary
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import show_summary
+from worldsize.records.attempt import failure_text
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, read_result, writing
 from worldsize.world.pinning import pins_here
@@ -33,8 +34,11 @@ def run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: Run
         return _run_attempts(settings, launcher, plan, record)
     except RunFolderError as error:
         _logger.error("%s", error)
-        record.give_up()
+        record.give_up(str(error))
         return 1
+    except Exception as error:
+        record.give_up(f"{type(error).__name__}: {error}")
+        raise
 
 
 def _run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord) -> int:
@@ -49,17 +53,12 @@ def _run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: Ru
             _logger.error("the run failed at step %d twice in a row; it is not started again.", step)
             break
         restarts, failed_at = restarts + 1, step
-        _say_restart(failure, f"{restarts} of {launcher.max_restarts}")
+        why = failure_text(record.attempts[-1]["failure"])
+        _logger.error("%s; starting again (%d of %d)", why, restarts, launcher.max_restarts)
     _report(record.directory, outcome, console)
     if settings.cluster.debug:
         _logger.info("%s", debug_summary(record.directory, record.attempts[-1]))
     return outcome.exit_code
-
-
-def _say_restart(failure: Failure, count: str) -> None:
-    cause = failure.cause.rstrip().splitlines()[-1]
-    text = "%s %d failed at step %s: %s; starting again (%s)"
-    _logger.error(text, failure.role, failure.rank, failure.step, cause, count)
 
 
 def _attempt(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord, console: Console) -> Outcome:
@@ -69,7 +68,7 @@ def _attempt(settings: Settings, launcher: Launcher, plan: Plan, record: RunReco
     settings.strategy.prepare(run.servers(number))
     job = launcher.launch(replace(plan, attempt=number))
     with Progress(run.metrics, settings.training.steps, console):
-        outcome = job.wait()
+        outcome = without_secrets(job.wait(), plan)
     shutil.rmtree(run.servers(number), ignore_errors=True)  # keys and addresses are those of one attempt
     record.end_attempt(outcome, with_claim)
     return outcome

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import final
+from typing import Any, final
 
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
@@ -47,13 +47,13 @@ class SideBySide:
 
     @contextmanager
     def passed_on(self) -> Iterator[None]:
-        """Forward SIGINT, SIGTERM and SIGHUP inside the context, without acting on them.
+        """Forward signals inside the context, without acting on them.
 
         The kernel may deliver a signal to any thread, but Python handles it in the main thread, which joblib blocks; a
         timer wakes it.
         """
-        numbers = [number for number in (*SIGNALS, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, self._pass_on) for number in numbers}
+        numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before: dict[int, Any] = {number: signal.signal(number, self._pass_on) for number in numbers}
         before[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda *_: None)
         timer = signal.setitimer(signal.ITIMER_REAL, _WAKING, _WAKING)
         try:
@@ -68,4 +68,4 @@ class SideBySide:
             self._asked.write_text(str(number))
         for process in self._processes.iterdir():  # a process that has not registered yet checks is_asked() itself
             with suppress(ProcessLookupError):
-                os.kill(int(process.name), signal.SIGTERM if number == signal.SIGHUP else number)
+                os.kill(int(process.name), number)

@@ -30,7 +30,7 @@ from worldsize.world.interfaces import address_towards, interface_of
 from worldsize.world.interfaces import variables as network_variables
 from worldsize.world.preemption import PREEMPTED
 from worldsize.world.roles import heals
-from worldsize.world.scratch import private_folder
+from worldsize.world.scratch import socket_folder
 
 
 @final
@@ -111,7 +111,7 @@ class _Joint(Job):
             other.outcome = _outcome(message["ended"])
         except OSError:
             cause = f"the host {other.host} (node {other.rank}) has not answered for {self.patience:g} s, or is gone"
-            other.outcome = Outcome("failed", 1, Failure("node", other.rank, cause, 1))
+            other.outcome = Outcome("failed", 1, Failure("node", other.rank, cause, 1, host=other.host))
         if other.outcome.exit_code not in (0, PREEMPTED):
             self._abort()
             self.gang.abort()
@@ -185,7 +185,7 @@ def _rendezvous(plan: Plan, first: str, port: int, address: str) -> Rendezvous:
     }
     variables = {**_network(plan, address), **store}
     place = f"tcp://{first}:{port}" if heals(plan.roles) else "env://"
-    return Rendezvous(private_folder(), plan.cluster.processes_per_node, place, variables, address)
+    return Rendezvous(socket_folder(), plan.cluster.processes_per_node, place, variables, address)
 
 
 @final
@@ -267,8 +267,9 @@ class Follower:
                 self._gang.abort()
             outcome = self._gang.wait()
         except OSError as error:  # such as a disk that is full
-            cause = f"the host {socket.gethostname()} cannot start processes: {error}"
-            outcome = Outcome("failed", 1, Failure("node", self._node.rank, cause, 1, time_ns=time.time_ns()))
+            host = socket.gethostname()
+            cause = f"the host {host} cannot start processes: {error}"
+            outcome = Outcome("failed", 1, Failure("node", self._node.rank, cause, 1, None, time.time_ns(), host))
         self._gang = None
         with suppress(OSError):  # the listening thread detects it, too
             self._connection.send(ended=asdict(outcome))

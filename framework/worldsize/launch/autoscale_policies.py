@@ -26,7 +26,7 @@ class FileAutoscaler(Autoscaler):
     path: Annotated[str | None, FilePath()] = None
 
     def wanted(self, state: GangState) -> int:
-        path = Path(self.path) if self.path else state.run_dir / "autoscale"
+        path = Path(self.path).expanduser() if self.path else state.run_dir / "autoscale"
         try:
             with path.open("rb") as file:
                 text = file.read(_LONGEST).decode().strip()

@@ -37,6 +37,7 @@ class Ending:
     error: ProcessError | None
     beat: Beat | None  # where it was last
     log: Path
+    host: str = ""
 
     @property
     def time_ns(self) -> int:
@@ -105,7 +106,7 @@ def first_failure(failed: Sequence[Ending], silent: Sequence[Ending]) -> Failure
         at = f" at step {first.beat.step}" if first.beat else " before its first step"
         cause = f"did not answer{at} while the others waited for it, until cluster.timeout ended that.\n{cause}"
     step = first.beat.step if first.beat else None
-    return Failure(first.role, first.rank, cause, first.exit_code or 1, step, first.time_ns)
+    return Failure(first.role, first.rank, cause, first.exit_code or 1, step, first.time_ns, first.host)
 
 
 def _is_timeout(cause: str) -> bool:

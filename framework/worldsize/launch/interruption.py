@@ -8,7 +8,7 @@ import threading
 from types import FrameType
 from typing import Any, Self, final
 
-from worldsize.world.preemption import SIGNALS
+from worldsize.world.preemption import SIGNALS, handled, note
 
 
 @final
@@ -26,7 +26,7 @@ class Signals:
         self._mask: set[int] = set()
 
     def __enter__(self) -> Self:
-        self._handlers = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._handlers = {number: signal.signal(number, self._note) for number in handled(SIGNALS)}
         signal.set_wakeup_fd(self._write)
         self._mask = set(signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS))
         return self
@@ -44,7 +44,7 @@ class Signals:
         os.read(self.arrival, 1024)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self.seen.append(number)
+        note(self.seen, number)
 
 
 @final

@@ -16,6 +16,7 @@ from typing import Protocol, final
 from worldsize.core import Failure, Role
 from worldsize.launch.first_cause import Ending, ProcessError
 from worldsize.launch.terminal import Terminal
+from worldsize.messages import last_error
 from worldsize.world.heartbeat import Beat, read_beat
 from worldsize.world.membership import Pipe
 from worldsize.world.preemption import PREEMPTED
@@ -52,6 +53,7 @@ class Member:
     error: Path
     heartbeat: Path
     pipe: Pipe | None = None  # to a process of a gang that heals
+    host: str = ""
 
     @property
     def failed(self) -> bool:
@@ -69,7 +71,7 @@ class Member:
     def _ending(self) -> Ending:
         code = self.process.exitcode
         assert code is not None
-        return Ending(self.role, self.rank, code, self._error(), self.beat, self.log)
+        return Ending(self.role, self.rank, code, self._error(), self.beat, self.log, self.host)
 
     def copy_error_to_log(self, first: Failure | None) -> None:
         """Append the error to the log, in one line if the process only lost the peer that failed ``first``.
@@ -216,7 +218,7 @@ class Members:
             what = "going on without it"
         else:
             return
-        cause = member.ending().cause.rstrip().splitlines()[-1]
+        cause = last_error(member.ending().cause)
         _logger.error("%s %d failed: %s; %s", member.role, member.rank, cause, what)
         self.ended.remove(member)
         self.current.remove(member)

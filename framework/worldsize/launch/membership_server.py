@@ -11,6 +11,7 @@ from worldsize.core import ConfigError, MembershipRecord
 from worldsize.launch.members import Member, Members
 from worldsize.launch.remote import RemoteHosts
 from worldsize.launch.roster import Roster
+from worldsize.messages import last_error
 from worldsize.world.membership import Message, Pipe, receive, send
 from worldsize.world.roles import block_of, role_of, role_ranks, together_of
 
@@ -81,7 +82,7 @@ class MembershipServer:
     def note_end(self, member: Member) -> None:
         """Record that a process has ended, once the members know what that means for the gang."""
         if member in self._members.lost:
-            self._roster.lose(self._rank(member), member.ending().cause.rstrip().splitlines()[-1])
+            self._roster.lose(self._rank(member), last_error(member.ending().cause))
         else:
             self._roster.has_ended(self._rank(member))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +14,7 @@ from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, ClassVar
 
 from worldsize.core import LaunchMethod, Plan, Range
@@ -30,9 +32,9 @@ from worldsize.world.fork import ready_to_fork
 from worldsize.world.interfaces import variables
 from worldsize.world.membership import MembershipChannel, Pipe
 from worldsize.world.parent import die_with_parent
-from worldsize.world.preemption import SIGNALS
+from worldsize.world.preemption import SIGNALS, handled
 from worldsize.world.roles import heals, place_of, role_of, role_ranks
-from worldsize.world.scratch import private_folder
+from worldsize.world.scratch import socket_folder
 
 _DETECTION = 5.0  # seconds within which this process notices that one that it has started is dead
 _STARTING = 60.0  # seconds that a process may take from its fork until it is ready to train
@@ -109,7 +111,7 @@ class Rendezvous:
     @staticmethod
     def alone(plan: Plan) -> Rendezvous:
         """Create the rendezvous of a run on one host, without ports that are reachable from outside."""
-        folder, cluster = private_folder(), plan.cluster
+        folder, cluster = socket_folder(), plan.cluster
         interface = cluster.interface or ("lo" if sys.platform == "linux" else None)
         network = variables(cluster.backend, interface, cluster.hca)
         return Rendezvous(folder, plan.world_size, f"file://{folder}/store", network)
@@ -146,7 +148,7 @@ def start_process(plan: Plan, rendezvous: Rendezvous, role: str, rank: int, star
         process.start()
     if theirs is not None:
         theirs.close()
-    return Member(role, rank, process, log, run.error(role, rank), placement.heartbeat, ours)
+    return Member(role, rank, process, log, run.error(role, rank), placement.heartbeat, ours, socket.gethostname())
 
 
 @contextmanager
@@ -170,9 +172,12 @@ def _body(
 ) -> None:
     """Run the worker in the forked process."""
     die_with_parent(parent)
-    for number in SIGNALS:
+    for number in handled(SIGNALS):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher decides
+    # a terminal sends these to every process; the launcher decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in handled([signal.SIGHUP]):
+        signal.signal(number, _leave)  # not SIG_IGN: that stands for nohup
     del sys.argv[1:]  # the command line may contain a secret, and loggers record it
     _write_to(log)
     os.environ.update(environment)
@@ -188,11 +193,15 @@ def _body(
     sys.exit(code)
 
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Leave a signal to others."""
+
+
 def _write_to(log: Path) -> None:
     """Redirect standard output and error of this process and its children to one file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    opened = partial(open, mode="w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stdout, sys.stderr = opened(1), opened(2)

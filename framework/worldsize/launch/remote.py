@@ -138,7 +138,7 @@ class RemoteHost:
         process = RemoteProcess(lambda **order: self._order(rank=number, **order))
         pipe = RemotePipe(lambda message: self._order(rank=number, tell=message))
         error, beat = self._folder / f"error_{number}_{starts}", self._folder / f"beat_{number}"
-        member = Member(role, rank, process, self._run.log(role, rank), error, beat, pipe)
+        member = Member(role, rank, process, self._run.log(role, rank), error, beat, pipe, self.agent.host)
         self._processes[number] = member, process, pipe
         self._order(rank=number, role=role, role_rank=rank, starts=starts)
         return member

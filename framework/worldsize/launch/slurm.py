@@ -203,7 +203,13 @@ def _container(launcher: Slurm, plans: Sequence[Plan], runtime: str) -> list[str
 
 
 def _quoted(value: str) -> str:
-    """Return a value as a line of #SBATCH takes it: in quotes if a space would end it, or # begin a comment."""
+    """Return a value as a line of #SBATCH takes it: in quotes if a space would end it, or # begin a comment.
+
+    Raises:
+        ConfigError: it has several lines.
+    """
+    if len(value.splitlines()) > 1:
+        raise ConfigError(f"{value!r} would be several lines of the job script. Give the option a value of one line.")
     if not re.search(r"[\s#'\"\\]", value):
         return value
     escaped = re.sub(r'([\\"])', r"\\\1", value)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, final
 
-from worldsize.core import Job, Outcome
+from worldsize.core import Failure, Job, Outcome
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import look
-from worldsize.world.preemption import SIGNALS
+from worldsize.world.preemption import SIGNALS, handled, note
 
 _logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class SshAgent:
 
     host: str
     process: subprocess.Popen[str]
+    last: str = ""  # line of its output
 
     def tell(self, message: Mapping[str, object] | str) -> None:
         with suppress(OSError):
@@ -81,6 +82,7 @@ class SshAgent:
         for line in output:
             sys.stdout.write(line if leads else f"[{self.host}] {line}")
             sys.stdout.flush()
+            self.last = line.strip() or self.last
 
     def code(self, deadline: float) -> int:
         """Wait for the end until ``deadline``, in monotonic seconds, and kill it then; return the exit code."""
@@ -215,7 +217,7 @@ class SshJob(Job):
 
     def wait(self) -> Outcome:
         """Block until all have ended. A first signal asks them to save and end; a second or a failure kills them."""
-        before = {number: signal.signal(number, lambda number, _: self._seen.append(number)) for number in SIGNALS}
+        before = {each: signal.signal(each, lambda number, _: note(self._seen, number)) for each in handled(SIGNALS)}
         try:
             while True:
                 self._join()
@@ -229,7 +231,9 @@ class SshJob(Job):
                 agent.let_go()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return Outcome("ended", codes[0] if self.revival else codes[0] or max(codes))
+        failed = [node for node, code in enumerate(codes) if code and not self._seen]
+        failure = self._failure(failed[0], codes[failed[0]]) if failed else None
+        return Outcome("ended", codes[0] if self.revival else codes[0] or max(codes), failure)
 
     def cancel(self) -> None:
         self._agents[0].tell("SIGTERM")
@@ -238,6 +242,10 @@ class SshJob(Job):
         self.lineup = lineup
         self.revival = self.revival and Revival(self.revival.run)
         self._agents = [self.start(lineup, node) for node in range(len(lineup.hosts))]
+
+    def _failure(self, node: int, code: int) -> Failure:
+        agent = self._agents[node]
+        return Failure("node", node, agent.last or f"its agent ended with exit code {code}", code, host=agent.host)
 
     def _ended(self) -> list[int]:
         """Let all agents go; return their exit codes."""

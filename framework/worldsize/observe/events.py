@@ -23,6 +23,7 @@ from worldsize.core import (
 )
 from worldsize.messages import duration
 from worldsize.observe.health.rows import described_alert
+from worldsize.records.attempt import FAILURE, failure_text
 from worldsize.records.json_lines import Row
 
 _logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ _NUMBERS = {
     "save_interval": ("step", "steps"),
     "membership": ("step", "number"),
     NODE_ALERT: ("node",),
+    FAILURE: ("attempt", "rank"),
 }
 
 
@@ -147,6 +149,8 @@ def describe_event(event: Mapping[str, Any]) -> str:
         return f"after step {event.get('step')}: {_membership_text(event)}"
     if event.get("event") == "transport":  # of no step: it is found when the ranks connect
         return str(event.get("reason") or "a slower transport than the cluster declares")
+    if event.get("event") == FAILURE:
+        return f"attempt {event.get('attempt')}: {failure_text(event)}"
     known = {"event", "time", "step", "rank", "host", "device", "cause", "slower", "since", "health"}
     words = [f"step {event.get('step')}: {event.get('event')}"]
     if "rank" in event:

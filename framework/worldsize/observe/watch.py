@@ -24,7 +24,7 @@ from worldsize.observe.health.words import table_of
 from worldsize.observe.progress import Tail, by_split, figures, remaining
 from worldsize.observe.report.read import number
 from worldsize.observe.report.svg import plain
-from worldsize.records.attempt import Attempt
+from worldsize.records.attempt import FAILURE, Attempt, failure_text
 from worldsize.records.json_lines import Row, row_of
 from worldsize.records.metrics import EvaluationRow, MetricRow, StepRow, TimingRow, is_metric, is_timing
 from worldsize.records.run_directory import RunDirectory
@@ -45,7 +45,7 @@ class Watched:
     Attributes:
         step: the last step that was logged
         evaluation: the last evaluation
-        events: the last few events
+        events: the last few events, without failures of attempts, which the manifest has
         new_metrics: the last step and the evaluations since the previous call of look()
         new_events: the events since then
         damaged: lines that could not be read so far
@@ -78,7 +78,7 @@ class Watched:
                 self.damaged += 1
         lines = [last] if last else []
         steps = [row for row in self._rows(lines, is_metric) if row["event"] == "step"]
-        events = self._rows(self._event_file.read(), _is_event)
+        events = [row for row in self._rows(self._event_file.read(), _is_event) if row["event"] != FAILURE]
         self.step = steps[-1] if steps else self.step
         self.evaluation = evaluations[-1] if evaluations else self.evaluation
         metrics: list[MetricRow] = [*steps, *evaluations]
@@ -131,6 +131,8 @@ def _place(row: MetricRow) -> tuple[int, bool]:
 def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> RenderableType:
     """Render the job for a terminal; ``state`` is the run's state in one word."""
     parts: list[RenderableType] = [_header(manifest, state)]
+    if manifest["attempts"] and (failure := manifest["attempts"][-1].get("failure")):
+        parts.append(Text(plain(failure_text(failure)), style="red"))
     if step := watched.step:
         parts += [_progress(step, manifest["config"].get("steps") or step["step"])]
         parts += [_ranks(times := watched.times.look(len(step["step_seconds"])), step)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 REDACTED = "<redacted>"
+SHORTEST = 8  # characters of a value that is looked for: shorter ones are also found where they mean nothing
 Keys = tuple[str | int, ...]  # from the root of a configuration to a leaf
 _SECRET_WORDS = {
     *("token", "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pat", "jwt", "webhook", "dsn"),
@@ -129,7 +130,7 @@ def scrubber(config: Any, environ: Mapping[str, str], netrc: Path, *, interpolat
     Variables that the configuration takes by ``${oc.env:NAME}`` are ``interpolated``: who does not want to write a
     value down has a reason, unless it is a place, such as ``HOME`` or ``DATA_DIR``.
 
-    Values of fewer than 8 characters are not looked for: they would also be found where they mean nothing.
+    Values of fewer than ``SHORTEST`` characters are not looked for.
     """
     values = {value for name, value in environ.items() if is_secret_variable(name)}
     values |= {environ.get(name, "") for name in interpolated if not _PLACES.fullmatch(name)}
@@ -137,7 +138,7 @@ def scrubber(config: Any, environ: Mapping[str, str], netrc: Path, *, interpolat
     values |= {value for value in kept_out if "://" not in value}
     values |= {password for value in kept_out for password in _URL_PASSWORD.findall(value)}
     values |= set(re.findall(r"\bpassword\s+(\S+)", netrc.read_text())) if os.access(netrc, os.R_OK) else set()
-    return Scrubber(tuple(sorted((value for value in values if len(value) >= 8), key=len, reverse=True)))
+    return Scrubber(tuple(sorted((value for value in values if len(value) >= SHORTEST), key=len, reverse=True)))
 
 
 def withheld(config: Any, written: Any, path: Keys = ()) -> list[tuple[Keys, Any]]:

@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -20,18 +19,29 @@ from typing import TYPE_CHECKING, Any, final
 
 from worldsize.errors import CheckpointError, RunFolderError, WorldsizeError
 from worldsize.files import is_file
-from worldsize.records.attempt import Attempt, end_of, formatted
+from worldsize.records.attempt import (
+    Attempt,
+    end_of,
+    failure_of,
+    failure_of_launcher,
+    formatted,
+    last_failure,
+    new_attempt,
+    note_failure,
+)
 from worldsize.records.goodput import goodput
 from worldsize.records.lock import is_locked, run_lock
 from worldsize.records.manifest import is_own, read_manifest, write_manifest
 from worldsize.records.run_directory import RunDirectory, is_missing
-from worldsize.world.environments import job_of, lost_first
+from worldsize.world.environments import lost_first
+from worldsize.world.scratch import full_folder
 
 if TYPE_CHECKING:  # these import torch, for which those who only look at records do not wait
     from worldsize.core import Outcome
 
 Manifest = Mapping[str, Any]
 
+_KILLED = "it was killed, or its host was lost"
 _LATEST = 253_402_300_799.0  # Unix time of the last second of the year 9999
 _RESERVED_BYTES = 64 << 10  # for a manifest and a result beside the ones that they replace
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE)
@@ -54,6 +64,11 @@ class RunView:
     def exit_reason(self) -> str | None:
         """Exit reason of the last attempt, or "running"; None before the first."""
         return str(self.attempts[-1]["exit_reason"]) if self.attempts else None
+
+    @property
+    def failure(self) -> str | None:
+        """Cause of the last attempt's failure, in a line; None: it did not fail."""
+        return last_failure(self.attempts)
 
     @property
     def results(self) -> Mapping[str, Any]:
@@ -112,9 +127,9 @@ def create_record(directory: RunDirectory, manifest: Manifest, *, config: str, o
 
 def write_configuration(directory: RunDirectory, *, config: str, overrides: str | None = None) -> None:
     """Write ``config.yaml``, from which processes start, and the command line's overrides."""
-    directory.config.write_text(config)
+    directory.config.write_text(config, encoding="utf-8")
     if overrides is not None:
-        directory.overrides.write_text(overrides)
+        directory.overrides.write_text(overrides, encoding="utf-8")
 
 
 def write_result(directory: RunDirectory, result: Mapping[str, Any]) -> None:
@@ -150,8 +165,8 @@ def writing(directory: RunDirectory) -> Iterator[None]:
         if error.errno not in _STORAGE_ERRORS and not is_inside:
             raise
         place = f"the run folder {directory.path}" if is_inside or file is None else file
-        why = error.strerror or str(error)
-        text = f"{place} cannot be written any more ({why}); resume the run once that is repaired."
+        place = place if file is not None else full_folder(directory.path) or place
+        text = f"{place} cannot be written any more ({error.strerror or error}); resume the run once that is repaired."
         raise RunFolderError(text) from error
 
 
@@ -210,30 +225,15 @@ class RunRecord:
 
     def begin_attempt(self, others: Sequence[str], *, world_size: int, pinning: Manifest | None = None) -> int:
         """Record that an attempt begins, on this host and ``others``, with its ``pinning``; return its number."""
-        attempt: Attempt = {
-            "number": len(self.attempts) + 1,
-            "start": formatted(time.time()),
-            "start_at": time.time(),
-            "end": None,
-            "end_at": None,
-            "steps": None,
-            "first_step_at": None,
-            "exit_reason": "running",
-            "exit_code": None,
-            "hosts": [socket.gethostname(), *others],
-            "world_size": world_size,
-            "pid": os.getpid(),
-        }
-        if job := job_of(os.environ):
-            attempt["job"] = job
+        earlier = list(self.attempts)
+        attempt = new_attempt(len(earlier) + 1, others, world_size)
         if pinning:
             attempt["pinning"] = pinning
-        self._attempt, earlier = attempt, list(self.attempts)
         if (lost := lost_first(os.environ)) and earlier and earlier[-1]["exit_reason"] == "killed":
             earlier[-1] = {**earlier[-1], "lost_host": lost}
-        self._begun = time.monotonic()
+        self._attempt, self._begun = attempt, time.monotonic()
         _reserve(self.directory)
-        self._write({**self.manifest, "attempts": [*earlier, self._attempt]})
+        self._write({**self.manifest, "attempts": [*earlier, attempt]})
         _rewind_metrics(self.directory)  # before anybody follows the file
         self.directory.result.unlink(missing_ok=True)
         return len(self.attempts)
@@ -242,6 +242,8 @@ class RunRecord:
         """Record how the attempt ended, and its results; ``claim`` returns the manifest with what it claims then."""
         self.directory.reserve.unlink(missing_ok=True)
         facts = {key: getattr(outcome, key) for key in ("exit_reason", "exit_code", "steps", "first_step_at")}
+        if first := outcome.failure:
+            facts["failure"] = failure_of(first)
         if outcome.memberships:
             facts["memberships"] = list(outcome.memberships)
         if self.directory.transport.exists():
@@ -252,17 +254,21 @@ class RunRecord:
         self._write({**claim(manifest), "results": results})
         self._attempt = None
         write_result(self.directory, results)
+        note_failure(self.directory.events, manifest["attempts"][-1])
 
-    def give_up(self) -> None:
-        """Record, if there is space for it, that the attempt failed because the folder cannot be written."""
+    def give_up(self, cause: str, *, unstarted: int = 0) -> None:
+        """Record, if there is space, why the attempt failed here, or ``unstarted`` processes before it."""
         with suppress(OSError, WorldsizeError):
             self.directory.reserve.unlink(missing_ok=True)
+            if self._attempt is None and unstarted:
+                self._attempt, self._begun = new_attempt(len(self.attempts) + 1, [], unstarted), time.monotonic()
             if self._attempt is not None:
                 attempts = [*self.attempts[: self._attempt["number"] - 1], self._attempt]
                 manifest = {**self.manifest, "attempts": attempts, "results": {"exit_reason": "failed"}}
-                self._write(
-                    _with_end(manifest, **end_of(self._attempt, begun=self._begun), exit_reason="failed", exit_code=1)
-                )
+                facts = {"failure": failure_of_launcher(cause), "exit_reason": "failed", "exit_code": 1}
+                self._write(_with_end(manifest, **facts, **end_of(self._attempt, begun=self._begun)))
+                self._attempt = None
+                note_failure(self.directory.events, self.attempts[-1])
 
     def close(self) -> None:
         """Release the lock."""
@@ -298,7 +304,9 @@ def _settle(directory: RunDirectory) -> Manifest:
     manifest: Manifest = read_manifest(directory.manifest)
     if _says_running(manifest):
         last = max(_last_written(directory.path), manifest["attempts"][-1]["start_at"])
-        ended = _with_end(manifest, end=formatted(last), end_at=last, exit_reason="killed", exit_code=None)
+        facts = {"end": formatted(last), "end_at": last, "exit_reason": "killed", "exit_code": None}
+        host = manifest["attempts"][-1]["hosts"][0]
+        ended = _with_end(manifest, **facts, failure=failure_of_launcher(_KILLED, host))
         directory.reserve.unlink(missing_ok=True)
         manifest = write_manifest(directory.manifest, ended, own=is_own(manifest))
     return manifest

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
+import torch
 from torch import nn
 
 
@@ -32,14 +33,27 @@ class ModelModes:
 
 @contextmanager
 def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Put ``models`` in evaluation mode within the block; each of their modules has its own mode again afterwards."""
+    """Put ``models`` in evaluation mode within the block; afterwards their modules have their own modes again.
+
+    Buffers have the values from before: each process evaluates other batches.
+    """
     modes = ModelModes(*models)
+    owners = [module._buffers for model in models for module in model.modules()]
+    kept = [
+        (owner, name, each, each._version, each.clone())
+        for owner in owners
+        for name, each in owner.items()
+        if each is not None
+    ]
     for model in models:
         model.eval()
     try:
         yield
     finally:
         modes.restore()
+        with torch.no_grad():
+            for owner, name, buffer, version, before in kept:
+                owner[name] = buffer if buffer._version == version else buffer.copy_(before)
 
 
 @final

@@ -32,7 +32,7 @@ from worldsize.records.run_directory import RunDirectory, private
 from worldsize.worker.evaluation import EvaluationData
 from worldsize.world.environments import Placement
 from worldsize.world.heartbeat import Heartbeat
-from worldsize.world.scratch import private_folder
+from worldsize.world.scratch import socket_folder
 
 
 def context_of(settings: Settings, run: RunDirectory, world: World, placement: Placement, stop: StopFlag) -> RunContext:
@@ -56,7 +56,7 @@ def context_of(settings: Settings, run: RunDirectory, world: World, placement: P
 
 
 def _rendezvous(settings: Settings, run: RunDirectory, placement: Placement) -> Rendezvous:
-    sockets = placement.heartbeat.parent if placement.heartbeat else private_folder()
+    sockets = placement.heartbeat.parent if placement.heartbeat else socket_folder()
     return Rendezvous(private(run.servers(placement.attempt)), placement.address, settings.cluster.timeout, sockets)
 
 

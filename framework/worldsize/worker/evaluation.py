@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, final
+
+import torch
 
 from worldsize.checkpoints.format import read
 from worldsize.checkpoints.load import load
@@ -14,12 +17,12 @@ from worldsize.config.sections import TrainingConfig
 from worldsize.config.settings import Settings
 from worldsize.core import EvaluationBatch, EvaluationBatches, Replica, World, metric_key
 from worldsize.data.evaluation import evaluation_batches
-from worldsize.data.fetch import collate_of
+from worldsize.data.fetch import collate_of, is_iterable
 from worldsize.engine.averaging import evaluate_all
 from worldsize.engine.early_stopping import value_of
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import write_result
-from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.reproducibility.seeds import generators_kept, seed_generators, stream
 
 
 @final
@@ -48,6 +51,39 @@ class EvaluationData:
             drawn=self._batches,
             seed=stream(self._training.seed, f"evaluation/{split}", step),
         )
+
+    def first_batch(self, split: str, part: World) -> Iterator[EvaluationBatch]:
+        """Yield this process's first batch."""
+        return islice(self.batches(split, 0, part), 1)
+
+    def is_stream(self, split: str) -> bool:
+        """Return whether the data of ``split`` can only be read in order."""
+        self.build([split])
+        return is_iterable(self._datasets[split])
+
+
+def try_evaluation(replica: Replica, data: EvaluationData, settings: Settings, part: World) -> None:
+    """Evaluate one batch of each split, so that an evaluation that cannot succeed fails before the first step.
+
+    Nothing remains of it: generators, buffers and modes are those from before. A stream is left out, since its position
+    would move. Nothing is compiled, since that would depend on the shapes of evaluation batches.
+
+    Raises:
+        ConfigError: the evaluation has no metric of a name that the run goes by.
+    """
+    splits = settings.evaluation.splits
+    tried = [split for split in splits if not data.is_stream(split)]
+    metrics: dict[str, float] = {}
+    with generators_kept(part.device), torch.compiler.set_stance("force_eager"):
+        for split in tried:
+            own = replica.evaluate(EvaluationBatches(partial(data.first_batch, split, part), split))
+            metrics |= {metric_key(split, name): value for name, value in own.items()}
+    followed = {"schedule_metric": settings.training.schedule_metric}
+    if rule := settings.early_stopping:
+        followed["early_stopping.metric"] = rule.metric
+    for key, name in followed.items():
+        if name is not None and len(tried) == len(splits) and not name.startswith("ema/"):
+            value_of(metrics, name, key=key)
 
 
 def evaluate_splits(

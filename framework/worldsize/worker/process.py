@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from worldsize.config.recorded import read_settings
 from worldsize.config.settings import Settings
-from worldsize.core import Listener, Outcome, Replica, RunContext, RunFailed, TransportFellBack, World
+from worldsize.core import Failure, Listener, Outcome, Replica, RunContext, RunFailed, TransportFellBack, World
 from worldsize.data.data_wait import DataWaitError
 from worldsize.engine.averaging import AveragedReplica
 from worldsize.engine.before_update import BeforeUpdate
@@ -77,13 +77,28 @@ def _recorded(run: RunDirectory, place: Placement) -> int:
     """
     with writing(run), opened(run) as record:
         record.begin_attempt([], world_size=place.world_size)
-        outcome = Outcome("failed", 1)
+        begun, outcome = time.time_ns(), Outcome("failed", 1)
         try:
             code = play(run, place)
             outcome = Outcome("preempted" if code else "completed", code)
+        except BaseException:
+            outcome = replace(outcome, failure=_first_failure(run, begun))
+            raise
         finally:
             record.end_attempt(outcome)
     return outcome.exit_code
+
+
+def _first_failure(run: RunDirectory, begun: int) -> Failure | None:
+    """Return the first error that a process has left since ``begun``; errors about lost peers come last."""
+    failures = list[tuple[bool, Failure]]()
+    for file in (run.path / "logs").rglob("*.error.json"):
+        with suppress(OSError, ValueError, KeyError):
+            error = json.loads(file.read_text())
+            role, _, rank = file.name.removesuffix(".error.json").rpartition("_")
+            left = Failure(role, int(rank), error["traceback"], 1, time_ns=error["time_ns"], host=error["host"])
+            failures += [("lost_peer" in error, left)] if left.time_ns >= begun else []
+    return min(failures, key=lambda each: (each[0], each[1].time_ns))[1] if failures else None
 
 
 def play(run: RunDirectory, placement: Placement, channel: MembershipChannel | None = None) -> int:
@@ -129,7 +144,7 @@ def _error_file(run: RunDirectory, placement: Placement, settings: Settings | No
 def _write_error(run: RunDirectory, path: Path, error: BaseException) -> None:
     text = f"{error}\n" if isinstance(error, WorldsizeError) else traceback.format_exc()
     cause: dict[str, Any] = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
-    cause["is_own"] = isinstance(error, DataWaitError)
+    cause |= {"host": socket.gethostname(), "is_own": isinstance(error, DataWaitError)}
     if is_from_gone_peer(error):
         cause["lost_peer"] = _summary(error)
     with suppress(OSError):  # the disk is full, or the run folder was deleted; the launching process reports that

@@ -44,7 +44,7 @@ from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.carried import Carried
 from worldsize.worker.checkpointing import Checkpointing
-from worldsize.worker.evaluation import advance_schedules, evaluate_splits
+from worldsize.worker.evaluation import advance_schedules, evaluate_splits, try_evaluation
 from worldsize.worker.history import History
 from worldsize.worker.patience import patience_of
 from worldsize.worker.save_interval import save_interval
@@ -195,6 +195,8 @@ class Training:
         data, splits = self._carried.evaluation, settings.evaluation.splits
         if not self._leads:
             data.build(splits)
+            if first.step == 0:
+                try_evaluation(self._replica, data, settings, part)
 
         def evaluation(step: int) -> Mapping[str, float]:
             settings.faults.at("evaluate:begin")

@@ -10,10 +10,21 @@ from types import FrameType
 from typing import final
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the run has saved and can be started again
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _SAME = (
     1.0  # seconds within which a repeated signal is a duplicate, sent by the scheduler and forwarded by the launcher
 )
+
+
+def handled(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Return the signals without SIGHUP if this process ignores it, as under nohup."""
+    return [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+
+
+def note(seen: list[int], number: int) -> None:
+    """Append a signal to those seen. SIGHUP counts as the first only: kernel, shell and systemd may all send it."""
+    if number != signal.SIGHUP or not seen:
+        seen.append(number)
 
 
 @final
@@ -22,8 +33,8 @@ class Preemption:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._since: dict[int, float] = {}
-        for name in names:
-            signal.signal(signal.Signals[name], self._note)
+        for number in handled(signal.Signals[name] for name in names):
+            signal.signal(number, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher has blocked them until here
 
     def is_wanted(self) -> bool:

@@ -18,7 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from worldsize.errors import ConfigError
+
 PREFIX = "worldsize_"
+_LONGEST = 103  # bytes of the path of a Unix socket, on the strictest system
+_IN_FOLDER = 72  # of these for the names of the private folder and of a socket in it
+_LEAST_BYTES = 64 << 10  # free space, for heartbeats and the like
 
 
 def private_folder(parent: Path | None = None, *, prefix: str = PREFIX) -> Path:
@@ -26,12 +31,50 @@ def private_folder(parent: Path | None = None, *, prefix: str = PREFIX) -> Path:
 
     The caller removes it. If it does not, it is removed when this process exits; if the process is killed,
     :func:`leftovers` lists it.
+
+    Raises:
+        ConfigError: the system's folder has no room.
     """
     pid = os.getpid()
     name = f"{prefix}{_process_space()}_{pid}_{_start_of(pid)}_"
+    if parent is None and is_full(Path(tempfile.gettempdir())):
+        raise ConfigError(
+            f"{tempfile.gettempdir()}, the folder for temporary files, has no room. Set TMPDIR to one that has."
+        )
     folder = Path(tempfile.mkdtemp(prefix=name, dir=parent))  # mode 0700
     atexit.register(_remove_own, folder, pid)
     return folder
+
+
+def socket_folder() -> Path:
+    """Make a private folder for Unix sockets, elsewhere than in TMPDIR if their paths would be too long there."""
+    return private_folder(short_folder())
+
+
+def short_folder() -> Path | None:
+    """Return a folder for sockets; None: that for temporary files is short enough for their paths.
+
+    Raises:
+        ConfigError: no other can be written.
+    """
+    folder = Path(tempfile.gettempdir())
+    if len(os.fsencode(folder)) <= _LONGEST - _IN_FOLDER:
+        return None
+    for other in (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm")):
+        if os.access(other, os.W_OK | os.X_OK):
+            return other
+    raise ConfigError(f"TMPDIR={folder} is too long for the paths of sockets. Set a shorter one.")
+
+
+def full_folder(other: Path) -> str | None:
+    """Return the folder for temporary files if its disk is full and that of ``other`` is not."""
+    folder = Path(tempfile.gettempdir())
+    return f"{folder} (TMPDIR)" if is_full(folder) and not is_full(other) else None
+
+
+def is_full(folder: Path) -> bool:
+    """Return whether the disk with ``folder`` has no room for small files."""
+    return shutil.disk_usage(folder).free < _LEAST_BYTES
 
 
 @contextmanager

@@ -156,7 +156,9 @@ def test_a_run_whose_server_is_killed_restarts_from_the_checkpoint(train: Any, s
     size = ("strategy.servers=2", "cluster.processes=4", "checkpoint.every=4", "launcher.max_restarts=1")
     run = train(*DIGITS, *ELASTIC, SERVER, *size, kill)
     assert digests(run) == single()
-    assert run.json("run_manifest.json")["attempts"][0]["exit_reason"] == "failed"
+    first, _ = run.json("run_manifest.json")["attempts"]
+    assert (first["failure"]["role"], first["failure"]["rank"]) == ("server", 1)
+    assert first["failure"]["cause"] == "killed by SIGKILL"
 
 
 def test_a_run_that_is_asked_to_end_saves_and_resumes_with_another_strategy(

@@ -16,7 +16,7 @@ from typing import Any, final
 from worldsize.errors import WorldsizeError
 from worldsize.files import is_file
 from worldsize.observe.events import is_event
-from worldsize.records.attempt import Attempt
+from worldsize.records.attempt import Attempt, last_failure
 from worldsize.records.damage import reading
 from worldsize.records.json_lines import Rows
 from worldsize.records.metrics import is_timing, metric_rows
@@ -51,6 +51,11 @@ class Record:
     stands_for: int
     timing_stands_for: Mapping[int, int]
     damaged: int
+
+    @property
+    def failure(self) -> str | None:
+        """Cause of the last attempt's failure, in a line; None: it did not fail."""
+        return last_failure(self.attempts)
 
     @property
     def attempts(self) -> list[Attempt]:

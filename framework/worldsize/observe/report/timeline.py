@@ -9,7 +9,7 @@ from typing import final
 
 from worldsize.observe.events import GOOD_NEWS, OVERFLOW, describe_event
 from worldsize.observe.report.read import Line, Record
-from worldsize.records.attempt import Attempt
+from worldsize.records.attempt import FAILURE, Attempt, failure_text
 
 _MARKS = 100  # number of marks shown
 _GOOD = ("completed", "running")
@@ -113,15 +113,16 @@ def _of_attempts(record: Record, spans: list[tuple[float, float]]) -> Iterator[F
 def _ending(attempt: Attempt) -> str:
     step = f" after step {attempt['steps'][1]}" if attempt["steps"] else ""
     code = "" if attempt["exit_code"] in (0, None) else f" (exit code {attempt['exit_code']})"
+    why = f": {failure_text(attempt['failure'])}" if "failure" in attempt else ""
     lost = f", since its first host, {attempt['lost_host']}, was lost" if "lost_host" in attempt else ""
-    return f"{attempt['exit_reason']}{step}{code}{lost}"
+    return f"{attempt['exit_reason']}{step}{code}{lost}{why}"
 
 
 def _of_events(events: Iterable[Line]) -> Iterator[Fact]:
     """Yield the events, but only the first overflow: they are usual in a long run, and the summary counts them."""
     has_overflowed = False
     for event in events:
-        if isinstance(event.get("time"), int | float):
+        if event["event"] != FAILURE and isinstance(event.get("time"), int | float):  # the end of its attempt has it
             if event["event"] == OVERFLOW:
                 if has_overflowed:
                     continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from worldsize.messages import last_error
 from worldsize.planning.doctor.findings import Facts, Findings
 from worldsize.planning.doctor.report import Check
 
@@ -107,9 +108,7 @@ def collective(findings: Findings) -> Iterator[Check]:
     if failure and len(late) in (0, len(findings.ranks)):
         hosts = _host_of(failure, findings) or hosts
     who = f"ranks {', '.join(str(rank['rank']) for rank in late)} did not finish it; " if late else ""
-    cause = (
-        f"{failure['role']} {failure['rank']}: {failure['cause'].strip().splitlines()[-1]}" if failure else "no cause"
-    )
+    cause = f"{failure['role']} {failure['rank']}: {last_error(failure['cause'])}" if failure else "no cause"
     remedy = "Read the logs of these ranks in the run's folder; with NCCL, its own log lies beside them."
     yield Check("all-reduce", hosts, False, f"{who}{cause}", remedy)
 
