@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 import os
 import re
 import stat
@@ -55,7 +57,7 @@ def test_a_manifest_that_cannot_be_written_leaves_the_old_one_alone(run: Path, m
     with pytest.raises(OSError, match="No space left"):
         write_manifest(run / "run_manifest.json", {"attempts": []})
     assert (run / "run_manifest.json").read_bytes() == before
-    assert not list(run.glob(".manifest_*"))
+    assert not list(run.glob(".draft_*"))
 
 
 def test_a_killed_run_ended_when_it_last_wrote_and_keeps_its_results(run: Path) -> None:
@@ -159,6 +161,24 @@ def test_the_manifest_is_read_once_for_a_record_that_is_held(run: Path, monkeypa
     assert read_manifest(run / "run_manifest.json") == record.manifest
 
 
+def test_a_damaged_checkpoint_that_nobody_loads_costs_no_result(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    digest = hashlib.sha256(b"{}\n").hexdigest()
+    marks = {1: f"{digest}\n".encode(), 2: f"{digest}\n".encode() + b"\xef\xff", 3: None}
+    for step, mark in marks.items():
+        folder = run / "checkpoints" / f"step_{step:07d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}\n")
+        if mark:
+            (folder / "COMPLETE").write_bytes(mark)
+    with opened(RunDirectory(run)) as record:
+        record.begin_attempt([], world_size=1)
+        write_result(record.directory, {"loss": 1.0})
+        record.end_attempt(Outcome("completed", 0))
+    checkpoints = {"step_0000001": digest}
+    assert json.loads((run / "result.json").read_text())["checkpoints"] == checkpoints
+    assert [f"step_{step:07d}" in text for step, text in zip((2, 3), caplog.messages, strict=True)] == [True, True]
+
+
 def test_a_record_that_is_closed_can_be_opened_by_the_job_that_it_was_closed_for(run: Path) -> None:
     with opened(RunDirectory(run)) as record:
         record.close()
@@ -184,7 +204,7 @@ def test_only_the_record_knows_the_files_of_the_record() -> None:
         if (isinstance(node, ast.Constant) and node.value in naming)
         or (isinstance(node, ast.ImportFrom) and node.module == "worldsize.records.manifest")
     ]
-    allowed = ("records/", "launch/kubernetes.py", "testing/runs.py", "observe/report/page.py")
+    allowed = ("files.py", "records/", "launch/kubernetes.py", "testing/runs.py", "observe/report/page.py")
     assert [place for place in found if not place.startswith(allowed)] == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections import Counter
@@ -14,8 +13,10 @@ from pathlib import Path
 from typing import Protocol, final
 
 from worldsize.core import Failure, Role
+from worldsize.files import read_regular
 from worldsize.launch.first_cause import Ending, ProcessError
 from worldsize.launch.terminal import Terminal
+from worldsize.strict_json import LARGEST, parse
 from worldsize.world.heartbeat import Beat, read_beat
 from worldsize.world.membership import Pipe
 from worldsize.world.preemption import PREEMPTED
@@ -87,7 +88,7 @@ class Member:
 
     def _error(self) -> ProcessError | None:
         try:
-            error: ProcessError = json.loads(self.error.read_text())
+            error: ProcessError = parse(read_regular(self.error, at_most=LARGEST))
             return error
         except (OSError, ValueError):
             return self._full_disk()

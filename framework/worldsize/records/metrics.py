@@ -6,12 +6,15 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, TypeGuard, final
 
 from worldsize.core import Evaluated, Event, RunEnded, RunFailed, RunStarted, StepDone
+from worldsize.errors import CheckpointError
 from worldsize.records.json_lines import Row, Rows, complete_lines, drop_lines, is_number, last_line, row_of
+from worldsize.records.run_directory import RunDirectory
 from worldsize.strict_json import strict
 
 _EVALUATION = b'"event": "evaluation"'  # is in each line about one, as we write it
@@ -141,6 +144,17 @@ def rewind(path: Path, step: int, *, evaluated: bool = True) -> None:
     With ``evaluated=False`` the evaluation after the step is also dropped.
     """
     drop_lines(path, is_valid=is_metric, is_kept=lambda row: _is_before(row, step, evaluated))
+
+
+def rewind_to_checkpoint(run: RunDirectory) -> None:
+    """Drop the metrics after the run's newest checkpoint, since these steps will be repeated."""
+    from worldsize.checkpoints.format import complete, read, step_of  # torch, for which those who look do not wait
+
+    saved, evaluated = complete(run.checkpoints), True
+    if saved:
+        with suppress(CheckpointError):  # a damaged one is refused by those who load it
+            evaluated = read(saved[-1]).facts.get("evaluated", True)
+    rewind(run.metrics, step_of(saved[-1]) if saved else 0, evaluated=evaluated)
 
 
 def _is_before(row: Mapping[str, Any], step: int, evaluated: bool) -> bool:
