@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -25,6 +25,7 @@ from worldsize.config.remembering import check_resumes
 from worldsize.config.settings import Settings
 from worldsize.core import AgentLauncher, BatchLauncher, Launcher, Plan
 from worldsize.cost.crossings import crossings_text
+from worldsize.data.balanced import sample_lengths
 from worldsize.driver.hints import command_line
 from worldsize.driver.record import amend_record, check_same, scrubber_of, with_secrets, write_record
 from worldsize.driver.restarts import run_attempts
@@ -112,6 +113,9 @@ def checked(cfg: DictConfig) -> Settings:
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     settings = settings_of(cfg)
     check_trainable(settings.recipe, settings.strategy)
+    if settings.training.length_balanced:
+        with suppress(OSError, ImportError):  # the data may be where the processes run alone
+            sample_lengths(settings.recipe.data("train"))
     check_construction(
         settings.recipe,
         settings.strategy,

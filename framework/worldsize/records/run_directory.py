@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ClassVar, final
 
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.files import RECORD
+from worldsize.files import RECORD, is_folder
 
 _logger = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ def created(run: RunDirectory, *, is_private: bool) -> Iterator[RunDirectory]:
 
 
 def _existing_parent(path: Path) -> Path:
-    return next(parent for parent in path.parents if parent.exists())
+    return next(parent for parent in path.parents if is_folder(parent))
 
 
 def _remove(path: Path, before: Path) -> None:
