@@ -36,6 +36,7 @@ _logger = logging.getLogger(__name__)
 
 Manifest = Mapping[str, Any]
 
+_NO_DIGEST = "The run has no metrics_digest, since that could equal no other run's."
 _LATEST = 253_402_300_799.0  # Unix time of the last second of the year 9999
 _RESERVED_BYTES = 64 << 10  # for a manifest and a result beside the ones that they replace
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE)
@@ -239,8 +240,12 @@ class RunRecord:
 
         self._begun = time.monotonic()
         _reserve(self.directory)
+        if lost := rewind_to_checkpoint(self.directory, self.manifest):  # before anybody follows the file
+            attempt["lost_metrics"] = lost
+            _logger.warning(
+                "%s lacks %d logged steps of earlier attempts. %s", self.directory.metrics, lost, _NO_DIGEST
+            )
         self._write({**self.manifest, "attempts": [*earlier, self._attempt]})
-        rewind_to_checkpoint(self.directory)  # before anybody follows the file
         self.directory.result.unlink(missing_ok=True)
         return len(self.attempts)
 
@@ -255,6 +260,8 @@ class RunRecord:
             self.directory.transport.unlink()
         manifest = _with_end(self.manifest, **facts, **end_of(self._attempt, begun=self._begun))
         results = {**_result(self.directory, outcome), "goodput": goodput(manifest["attempts"])}
+        if any("lost_metrics" in each for each in manifest["attempts"]) and results.pop("metrics_digest", None):
+            results["remarks"] = [*results.get("remarks", ()), f"metrics.jsonl lacks logged steps. {_NO_DIGEST}"]
         self._write({**claim(manifest), "results": results})
         self._attempt = None
         write_result(self.directory, results)
