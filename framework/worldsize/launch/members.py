@@ -53,6 +53,7 @@ class Member:
     error: Path
     heartbeat: Path
     pipe: Pipe | None = None  # to a process of a gang that heals
+    log_start: int = 0  # bytes of the log that earlier attempts wrote
 
     @property
     def failed(self) -> bool:
@@ -138,7 +139,7 @@ class Members:
         member = self._start(role, rank, _starts(self.lost, role, rank))
         self.current.append(member)
         if self.terminal and not any((each.role, each.rank) == (role, rank) for each in self.lost):
-            self.terminal.show(f"{role} {rank}", member.log)
+            self.terminal.show(f"{role} {rank}", member.log, start=member.log_start)
 
     def alive(self) -> list[Member]:
         return [member for member in self.current if member.process.is_alive()]

@@ -171,7 +171,7 @@ def rewind_to_checkpoint(run: RunDirectory, manifest: Mapping[str, Any]) -> int:
     if not step:
         return 0
     changes = [change for resumed in manifest.get("resumed", ()) for change in resumed["changes"]]
-    log_every = max([manifest["config"]["log_every"], *(then for key, then, _ in changes if key == "log_every")])
+    log_every: int = max([manifest["config"]["log_every"], *(then for key, then, _ in changes if key == "log_every")])
     logged = step // log_every + (log_every > 1)  # the first step is always logged
     return max(0, logged - left)
 

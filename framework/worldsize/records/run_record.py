@@ -240,8 +240,8 @@ class RunRecord:
 
         self._begun = time.monotonic()
         _reserve(self.directory)
-        if lost := rewind_to_checkpoint(self.directory, self.manifest):  # before anybody follows the file
-            attempt["lost_metrics"] = lost
+        if count := rewind_to_checkpoint(self.directory, self.manifest):  # before anybody follows the file
+            attempt["lost_metrics"] = count
             _logger.warning(
                 "%s lacks %d logged steps of earlier attempts. %s", self.directory.metrics, lost, _NO_DIGEST
             )
