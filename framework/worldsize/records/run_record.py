@@ -243,7 +243,7 @@ class RunRecord:
         if count := rewind_to_checkpoint(self.directory, self.manifest):  # before anybody follows the file
             attempt["lost_metrics"] = count
             _logger.warning(
-                "%s lacks %d logged steps of earlier attempts. %s", self.directory.metrics, lost, _NO_DIGEST
+                "%s lacks %d logged steps of earlier attempts. %s", self.directory.metrics, count, _NO_DIGEST
             )
         self._write({**self.manifest, "attempts": [*earlier, self._attempt]})
         self.directory.result.unlink(missing_ok=True)
