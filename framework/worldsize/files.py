@@ -1,30 +1,53 @@
-"""Safe access to files that other users may have replaced by a pipe, an endless device or an unreadable folder."""
+"""Safe access to files that other users may have replaced by a pipe, a device, a link or an unreadable folder."""
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+RECORD = "run_manifest.json"  # the file that makes a folder a run's
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading bytes. Anything else is refused: opening a pipe could block for ever.
+
+def open_regular(path: Path, *, append: bool = False) -> BinaryIO:
+    """Open a regular file for reading bytes; with ``append`` for reading and appending, created if it is missing.
+
+    Anything else is refused: opening a pipe could block for ever. Below a run folder, so is what a link leads to
+    outside of it.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, is no regular file, or lies outside of its run folder.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    access = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW if append else os.O_RDONLY
+    descriptor = os.open(path, access | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        if (run := _run_of(path)) and not _real_path(path, descriptor).is_relative_to(run.resolve()):
+            raise OSError(errno.ELOOP, "a link leads out of the run folder", str(path))
+        return os.fdopen(descriptor, "a+b" if append else "rb")
+    except BaseException:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return os.fdopen(descriptor, "rb")
+        raise
+
+
+def _run_of(path: Path) -> Path | None:
+    """Return the run folder that ``path`` lies in, by its name; None if there is none."""
+    return next((each for each in path.absolute().parents if os.path.lexists(each / RECORD)), None)
+
+
+def _real_path(path: Path, descriptor: int) -> Path:
+    """Return the path without links of an open file, which nobody can replace meanwhile on Linux."""
+    return Path(f"/proc/self/fd/{descriptor}").readlink() if sys.platform == "linux" else path.resolve()
 
 
 def read_regular(path: Path, *, at_most: int) -> bytes:
-    """Read a regular file of no more than ``at_most`` bytes.
+    """Read a regular file of no more than ``at_most`` bytes, as :func:`open_regular` opens it.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is larger.
@@ -34,6 +57,23 @@ def read_regular(path: Path, *, at_most: int) -> bytes:
     if len(data) > at_most:
         raise OSError(errno.EFBIG, f"it has more than {at_most:,} bytes", str(path))
     return data
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file durably in place of what has its name: a link is replaced, not followed.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    draft = path.with_name(f".draft_{secrets.token_hex(4)}")
+    try:
+        with draft.open("xb") as file:  # tempfile would hide it from other users
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def is_file(path: Path) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.observe.run_folders import write_run
 from worldsize.app import _call
 from worldsize.errors import WorldsizeError
-from worldsize.records.run_directory import RunDirectory
+from worldsize.observe.report.page import page
+from worldsize.records.run_directory import RunDirectory, runs_below
 from worldsize.records.run_record import opened, view
 from worldsize.reproducibility.checkout import checked_out, read_patch
 
@@ -29,6 +32,27 @@ def test_a_run_that_cannot_be_looked_at_is_refused(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert str(LONG) in error
+
+
+def test_a_folder_that_one_may_not_read_is_not_called_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_run(tmp_path / "seen" / "a", steps=1)
+    (tmp_path / "unseen").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if Path(path).name == "unseen":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert [run.path.name for run in runs_below(tmp_path)] == ["a"]
+    assert caplog.messages == [f"{tmp_path / 'unseen'} cannot be read (Permission denied); runs in it are left out."]
+    for refused in (lambda: runs_below(tmp_path / "unseen"), lambda: page([tmp_path / "unseen"])):
+        with pytest.raises(WorldsizeError, match="unseen cannot be read: Permission denied"):
+            refused()
+    assert runs_below(tmp_path / "absent") == []
 
 
 def test_an_error_about_a_file_is_a_sentence_and_any_other_is_not_hidden(

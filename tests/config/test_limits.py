@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pytest
@@ -13,6 +15,8 @@ from worldsize.config.instantiate import Allowed, build, check_node
 from worldsize.config.schema import Schema
 from worldsize.core import ConfigError, FilePath, FolderName, OneOf, Range
 from worldsize.core.limits import check_limits
+from worldsize.engine import faults
+from worldsize.launch.slurm import Slurm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as Mesh
@@ -101,6 +105,23 @@ def test_a_word_or_a_number_is_either() -> None:
         check_limits(Partly, {"many": 0}, key="key")
 
 
+@pytest.mark.parametrize("time", ["30", 30, "02:00:00", "90:00", "1-12", "1-12:30:00", "UNLIMITED", None])
+def test_a_time_limit_is_one_of_slurms(time: str | int | None) -> None:
+    check_limits(Slurm, {"time": time}, key="cluster")
+    with pytest.raises(ConfigError, match=r"cluster.time='2h' is no time limit of Slurm"):
+        check_limits(Slurm, {"time": "2h"}, key="cluster")
+
+
+def test_a_fault_is_planted_at_a_point_that_exists() -> None:
+    framework = Path(faults.__file__).parents[1]
+    source = "\n".join(path.read_text() for path in framework.rglob("*.py"))
+    assert {*re.findall(r'\bat\(\s*"([a-z]+:[a-z-]+)"', source)} - {*faults.POINTS} == set()
+    assert all(source.count(f'"{point}"') > 1 for point in faults.POINTS)
+    assert faults.Faults.parsed([{"action": "kill", "point": "plugin:anywhere"}]).planned
+    with pytest.raises(ConfigError, match="no point 'step:forwards'; did you mean 'step:forward'?"):
+        faults.Faults.parsed([{"action": "kill", "point": "step:forwards"}])
+
+
 def test_words_of_a_literal_are_named() -> None:
     with pytest.raises(ConfigError, match=r"^key.sums='ring' is unknown. Known: flat, tree.$"):
         check_limits(Options, {"sums": "ring"}, key="key")
@@ -121,7 +142,7 @@ def test_arguments_of_a_function_have_limits_too() -> None:
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "-a", "a\\b", "a\0"])
 def test_what_no_folder_can_be_called_is_refused(name: str) -> None:
     assert "cannot be a folder's name" in str(FolderName().refusal(name))
-    assert FilePath().refusal(name) == (None if "\0" not in name else FilePath().refusal("\0"))
+    assert (FilePath().refusal(name) is None) == (name != "" and "\0" not in name)
 
 
 @pytest.mark.parametrize("name", ["mine", "2026-01-01_x", "a b", "..a", "ä"])

@@ -322,6 +322,45 @@ def test_doctor_refuses_a_value_in_whose_place_it_has_one_of_its_own(place: Plac
     check_refused(["doctor", "logger=none", word], place)
 
 
+DIGITS = ("train", "recipe=digits", "logger=none", "strategy=single", "cluster.processes=1", "cluster.threads=1")
+SLURM = ("train", "recipe=digits", "logger=none", "+cluster=slurm", "cluster.gpus_per_node=1", "launch=show")
+LATE = {
+    "data without lengths": (*DIGITS, "length_balanced=true"),
+    "an unknown point of a fault": (*DIGITS, "faults=[{action: kill, point: nowhere}]"),
+    "a misspelt point of a fault": (*DIGITS, "faults=[{action: kill, point: 'step:forwards'}]"),
+    "a word as time limit": (*SLURM, "cluster.time=never"),
+    "a negative time limit": (*SLURM, "cluster.time=-1"),
+    "an empty root": (*DIGITS, "run.root="),
+    "a root that is too long": (*DIGITS, f"run.root=/tmp/{'/'.join(['d' * 200] * 30)}"),
+    "a root that cannot be made": (*DIGITS, "run.root=/proc/x"),
+    "a sweep below a root that cannot be made": (*DIGITS, "--multirun", "seed=1,2", "run.root=/proc/x"),
+    "a sweep in a folder that cannot be made": (*DIGITS, "--multirun", "seed=1,2", "hydra.sweep.dir=/proc/x"),
+    "a number of 4,400 digits": (*DIGITS, f"seed={'1' * 4400}"),
+    "a batch that no machine holds": (*DIGITS, f"batch_size={10**12}"),
+    "a model whose size overflows": (*DIGITS, f"recipe.width={10**12}"),
+    "a model that no process addresses": (*DIGITS, f"recipe.width={10**7}"),
+    "a name of 300 characters": ("init", "x" * 300),
+    "a plugin's name of 300 characters": ("new", "strategy", "x" * 300),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_would_fail_after_the_start_is_refused(place: Place, name: str) -> None:
+    check_refused(LATE[name], place)
+
+
+def test_a_working_directory_that_was_deleted_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "argv", ["worldsize", "train", "recipe=digits"])
+    with pytest.raises(SystemExit, match="^2$"):
+        app.check_working_directory()
+    assert capsys.readouterr().err.startswith("the working directory cannot be entered any more")
+
+
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 @settings(LIGHT, max_examples=40)

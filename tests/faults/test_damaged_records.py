@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,16 @@ import pytest
 
 from tests.conftest import Command
 from tests.observe.run_folders import write_run
+from worldsize.app import _call
+from worldsize.app.logs import lines
 from worldsize.config.recorded import read_settings
+from worldsize.driver.scheduled import Scheduler
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.observe.report.page import page
 from worldsize.observe.watch import Watched
 from worldsize.records.manifest import read_manifest, write_manifest
 from worldsize.records.run_directory import RunDirectory, runs_below
-from worldsize.records.run_record import look
+from worldsize.records.run_record import look, opened
 from worldsize.reproducibility.compare import compare_runs
 
 
@@ -75,7 +81,7 @@ def test_a_lock_that_is_a_folder_is_said_to_be(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", steps=1)
     changed(run, lambda manifest: manifest["attempts"][-1].update(exit_reason="running"))
     (run / ".lock").mkdir()
-    with pytest.raises(WorldsizeError, match="Is a directory"):
+    with pytest.raises(WorldsizeError, match=r"\.lock is no regular file"):
         look(RunDirectory(run))
 
 
@@ -101,6 +107,57 @@ def test_a_run_with_damaged_metrics_is_compared_watched_and_reported(tmp_path: P
     assert watched.evaluation
     assert watched.evaluation["step"] == 80
     assert "3 damaged lines" in page([runs[1]])
+
+
+def replaced(path: Path, *, link: Path | None = None) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if link:
+        path.symlink_to(link)
+    else:
+        os.mkfifo(path)
+
+
+READ = {  # an entry that each command reads, where a link may lead, and whether the run says that it is running
+    "status": (".lock", "new", True),
+    "logs": ("logs/worker_00000.log", "/dev/zero", False),
+    "cancel": (".lock", "new", True),
+    "report": ("metrics.jsonl", "/etc/hosts", False),
+    "compare": ("metrics.jsonl", "/etc/hosts", False),
+    "watch": (".lock", "new", True),
+}
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+@pytest.mark.parametrize("command", READ)
+def test_a_pipe_or_a_link_in_a_record_is_named_and_waited_for_by_nobody(
+    command: str,
+    is_link: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = write_run(tmp_path / "runs" / "a", steps=1)
+    entry, target, is_running = READ[command]
+    if is_running:
+        changed(run, lambda manifest: manifest["attempts"][-1].update(exit_reason="running"))
+    replaced(run / entry, link=tmp_path / target if is_link else None)
+    before = {path for path in tmp_path.rglob("*")}
+    monkeypatch.setattr(sys, "argv", ["worldsize", command, *[str(run)] * (2 if command == "compare" else 1)])
+    with nullcontext() if command == "status" else pytest.raises(SystemExit, match="^2$"):  # it goes on with others
+        _call()
+    assert str(run / entry) in capsys.readouterr().err
+    assert {path for path in tmp_path.rglob("*")} == before
+    with pytest.raises(WorldsizeError, match=f"{entry} is "), opened(RunDirectory(run)):
+        pass
+
+
+def test_logs_show_what_a_terminal_would_interpret_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "a", steps=1)
+    (run / "logs").mkdir()
+    (run / "logs" / "worker_00000.log").write_bytes(b"\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\tseen\r\n\xe2\x80\xaeend")
+    shown = [*lines(Scheduler(RunDirectory(run)), None, follow=False)]
+    assert shown == [r"[worker 0] \x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J" + "\tseen", r"[worker 0] \u202eend"]
 
 
 def test_runs_are_found_below_a_root_but_not_inside_of_a_run(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.own_recipe import write_recipe
+from worldsize.launch.terminal import Terminal, size_of
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -147,6 +148,18 @@ def test_a_process_that_dies_without_a_message_is_named_with_its_signal_or_code(
     assert run.code == 1
     assert run.error.startswith("worker 1 failed at step 1:")
     assert cause in run.error.splitlines()[1]
+
+
+def test_the_terminal_shows_what_this_attempt_writes_and_nothing_earlier(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, terminal = tmp_path / "worker_00000.log", Terminal()
+    log.write_bytes(b"1 of 2\r2 of 2\n\xff\nTraceback of an earlier attempt\n")
+    terminal.show("worker 0", log, start=size_of(log))
+    with log.open("a") as file:
+        file.write("new\nlast")
+    terminal.close()
+    assert capsys.readouterr().out == "[worker 0] new\n[worker 0] last"
 
 
 def test_every_process_has_a_log_and_the_terminal_names_the_worker(planted: Path, train: Any) -> None:

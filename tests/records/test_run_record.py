@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 import os
 import re
 import stat
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.observe.run_folders import write_run
 from worldsize.core import Outcome
 from worldsize.errors import WorldsizeError
 from worldsize.records import run_record as module
 from worldsize.records.lock import is_locked, run_lock
 from worldsize.records.manifest import read_manifest, write_manifest
 from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import look, note_job, opened, write_result
+from worldsize.records.run_record import look, note_job, opened, read_result, write_result
 from worldsize.reproducibility.data import fingerprint
 from worldsize.reproducibility.level import recorded_level
 
@@ -26,7 +30,7 @@ from worldsize.reproducibility.level import recorded_level
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run that says "running" though nothing holds its lock."""
-    write_manifest(tmp_path / "run_manifest.json", {"attempts": [], "results": None})
+    write_manifest(tmp_path / "run_manifest.json", {"attempts": [], "results": None, "config": {"log_every": 10}})
     with opened(RunDirectory(tmp_path)) as record:
         record.begin_attempt([], world_size=1)
     return tmp_path
@@ -55,7 +59,7 @@ def test_a_manifest_that_cannot_be_written_leaves_the_old_one_alone(run: Path, m
     with pytest.raises(OSError, match="No space left"):
         write_manifest(run / "run_manifest.json", {"attempts": []})
     assert (run / "run_manifest.json").read_bytes() == before
-    assert not list(run.glob(".manifest_*"))
+    assert not list(run.glob(".draft_*"))
 
 
 def test_a_killed_run_ended_when_it_last_wrote_and_keeps_its_results(run: Path) -> None:
@@ -159,6 +163,43 @@ def test_the_manifest_is_read_once_for_a_record_that_is_held(run: Path, monkeypa
     assert read_manifest(run / "run_manifest.json") == record.manifest
 
 
+def test_a_damaged_checkpoint_that_nobody_loads_costs_no_result(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    digest = hashlib.sha256(b"{}\n").hexdigest()
+    marks = {1: f"{digest}\n".encode(), 2: f"{digest}\n".encode() + b"\xef\xff", 3: None}
+    for step, mark in marks.items():
+        folder = run / "checkpoints" / f"step_{step:07d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}\n")
+        if mark:
+            (folder / "COMPLETE").write_bytes(mark)
+    with opened(RunDirectory(run)) as record:
+        record.begin_attempt([], world_size=1)
+        write_result(record.directory, {"loss": 1.0})
+        record.end_attempt(Outcome("completed", 0))
+    checkpoints = {"step_0000001": digest}
+    assert json.loads((run / "result.json").read_text())["checkpoints"] == checkpoints
+    assert [f"step_{step:07d}" in text for step, text in zip((2, 3), caplog.messages[-2:], strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize(("lines", "lost"), [(range(1, 7), 0), ((1, 3, 5), 3), ((), 6)])
+def test_logged_steps_that_were_lost_are_told_and_leave_no_digest(
+    tmp_path: Path, lines: Sequence[int], lost: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = write_run(tmp_path / "run", steps=6)
+    kept = [line for line in (run / "metrics.jsonl").read_text().splitlines() if json.loads(line)["step"] in lines]
+    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in kept))
+    (run / "checkpoints" / "step_0000006").mkdir(parents=True)
+    manifest = read_manifest(run / "run_manifest.json")
+    write_manifest(run / "run_manifest.json", {**manifest, "config": {**manifest["config"], "log_every": 1}})
+    with opened(RunDirectory(run)) as record:
+        record.begin_attempt([], world_size=1)
+        write_result(record.directory, {"loss": 1.0, "metrics_digest": "ab"})
+        record.end_attempt(Outcome("completed", 0))
+        assert record.attempts[-1].get("lost_metrics", 0) == lost
+    assert (read_result(RunDirectory(run)).get("metrics_digest") is None) == (lost > 0)
+    assert any(f"lacks {lost} logged steps" in text for text in caplog.messages) == (lost > 0)
+
+
 def test_a_record_that_is_closed_can_be_opened_by_the_job_that_it_was_closed_for(run: Path) -> None:
     with opened(RunDirectory(run)) as record:
         record.close()
@@ -184,7 +225,7 @@ def test_only_the_record_knows_the_files_of_the_record() -> None:
         if (isinstance(node, ast.Constant) and node.value in naming)
         or (isinstance(node, ast.ImportFrom) and node.module == "worldsize.records.manifest")
     ]
-    allowed = ("records/", "launch/kubernetes.py", "testing/runs.py", "observe/report/page.py")
+    allowed = ("files.py", "records/", "launch/kubernetes.py", "testing/runs.py", "observe/report/page.py")
     assert [place for place in found if not place.startswith(allowed)] == []
 
 

@@ -22,6 +22,16 @@ SECRETS = {  # each in a format that its issuer has published; none was ever val
     "deploy.py": "token = 'ghp_" + "a1B2" * 9 + "'\n",
     "bucket.py": "key = 'AKIA" + "ABCDEFGH12345678" + "'\n",
     "hub.py": "token = 'hf_" + "a" * 34 + "'\n",
+    "fine_grained.txt": "github_pat_" + "a1B2c3D4e5F" * 2 + "_" + "a1B2c3D4e5F" * 5 + "a1B2\n",
+    "claude.txt": "sk-ant-api03-" + "a1B2" * 23 + "AA\n",
+    "package.txt": "npm_" + "a1B2" * 9 + "\n",
+    "bucket.sh": "aws_secret_access_key=" + "a1B2" * 10 + "\n",
+    "call.sh": "curl -H 'Authorization: Bearer " + "a1B2" * 16 + "' https://example.org\n",
+    "docker.json": '{"auths": {"x": {"auth": "' + "a1B2" * 10 + '"}}}\n',
+    "login.yaml": "password: " + "a1B2" * 6 + "\n",
+    "start.sh": "export DB_PASSWORD=" + "a1B2" * 5 + "\n",
+    "log.sh": "WANDB_API_KEY=" + "0a1b" * 10 + "\n",
+    "state.json": '{"password":"' + "a1B2" * 5 + '"}\n',
     "pay.py": "token = 'sk_live_" + "a" * 24 + "'\n",
 }
 
@@ -82,6 +92,20 @@ def test_a_file_with_a_key_in_it_is_left_out(project: Path, name: str) -> None:
     (project / name).write_text(SECRETS[name])
     code = capture_code(project, exclude=project / "runs")
     assert (code.left_out, code.patch) == ((name,), b"")
+
+
+def test_code_that_names_secrets_and_holds_none_is_kept(project: Path) -> None:
+    lines = [
+        "token = tokenizer.encode_batch_2(words)",
+        "password = os.environ['DB_PASSWORD_2']",
+        "session.auth = GoogleOAuth2ClientAuth(client)",
+        "session.auth = clients.GoogleOAuth2ClientAuth.standard",
+        "secret_sharing_threshold = 1234567890123456",
+        "api_key: ${oc.env:API_KEY_OF_V2}",
+        "digest = 'e3b0c44298fc1c149afbf4c8996fb92427ae41e4'",
+    ]
+    (project / "mine.txt").write_text("\n".join(lines) + "\n")
+    assert capture_code(project, exclude=project / "runs").left_out == ()
 
 
 def test_a_file_that_nobody_else_may_read_is_left_out(project: Path) -> None:

@@ -12,6 +12,7 @@ import shutil
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from worldsize.errors import WorldsizeError, neighbours
@@ -48,7 +49,12 @@ COMMANDS = {
 }
 
 
-_OF_RUNS = (
+_OF_FILES = (  # commands that run no code of the user in this process
+    "init",
+    "new",
+    "list",
+    "prepare",
+    "image",
     "status",
     "logs",
     "cancel",
@@ -66,8 +72,18 @@ _OF_RUNS = (
 def main() -> None:
     """Run the ``worldsize`` command line."""
     show_messages()
+    check_working_directory()
     with until_output_closes():
         _call()
+
+
+def check_working_directory() -> None:
+    """Exit with code 2 if the working directory was deleted."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        text = f"the working directory cannot be entered any more ({error.strerror}). Change to one that exists."
+        sys.exit(refuse(WorldsizeError(text)))
 
 
 def _call() -> None:
@@ -82,7 +98,9 @@ def _call() -> None:
         try:
             command()
         except OSError as error:
-            if name not in _OF_RUNS or error.filename is None:  # an error without a file name may be about a connection
+            if (
+                name not in _OF_FILES or error.filename is None
+            ):  # an error without a file name may be about a connection
                 raise
             sys.exit(refuse(WorldsizeError(f"{error.filename} cannot be read or written: {error.strerror}.")))
     else:

@@ -14,13 +14,15 @@ from worldsize.config.arguments import whole
 from worldsize.core.limits import Range
 from worldsize.driver.scheduled import Scheduler, is_alive
 from worldsize.errors import WorldsizeError
-from worldsize.messages import refuse
+from worldsize.files import open_regular
+from worldsize.messages import printable, refuse
 from worldsize.observe.debug_summary import debug_summary
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import look
 from worldsize.spans import named
 
 _POLL = 0.2  # seconds
+_LONGEST = 1 << 20  # bytes of a line that are shown at once
 
 
 def main() -> None:
@@ -72,18 +74,24 @@ def _of_launcher(scheduler: Scheduler, *, follow: bool) -> Sequence[str]:
 
 def _shown(command: Sequence[str]) -> int:
     try:
-        return subprocess.run(command, check=False).returncode
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(*_escaped(line), sep="\n", flush=True)
+        return process.returncode
     except OSError as error:
         raise WorldsizeError(f"{command[0]} shows the logs of this run but cannot be started here: {error}.") from error
 
 
 def lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: bool) -> Iterator[str]:
-    """Yield the lines of all logs of the run with their prefixes; with ``follow`` until the run has ended.
+    """Yield the lines of all logs of the run, escaped, with their prefixes; with ``follow`` until the run has ended.
 
     Raises:
-        WorldsizeError: the folder is not a run, or no process of it has one of the ranks.
+        WorldsizeError: the folder is not a run, no process of it has one of the ranks, or a log cannot be read. The
+            others are shown before.
     """
     read: dict[Path, int] = {}
+    unread: dict[Path, str] = {}
     known: set[int] = set()
     run = scheduler.run
     while True:
@@ -91,11 +99,18 @@ def lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: bool) -> Ite
         for path in sorted((run.path / "logs").rglob("*.log"), key=lambda path: path.name):
             prefix, rank = _prefix(path)
             known |= set() if rank is None else {rank}
-            if ranks is None or rank in ranks:
-                yield from (f"{prefix}{line}" for line in _new(path, read, has_ended=ended))
+            if path in unread or not (ranks is None or rank in ranks):
+                continue
+            try:
+                new = _new(path, read, has_ended=ended)
+                yield from (f"{prefix}{line}" for output in new for line in _escaped(output))
+            except OSError as error:
+                unread[path] = error.strerror or str(error)
         if ended or not follow:
             break
         time.sleep(_POLL)
+    if unread:
+        raise WorldsizeError("\n".join(f"{path} was not read: {why}." for path, why in unread.items()))
     if unknown := sorted({*(ranks or ())} - known):
         there = f"There is output of {named(sorted(known))}" if known else "No process has written any"
         raise WorldsizeError(f"no process of {run.path} has rank {unknown[0]}. {there}.")
@@ -106,12 +121,18 @@ def _prefix(path: Path) -> tuple[str, int | None]:
     return (f"[{named[1]} {int(named[2])}] ", int(named[2])) if named else (f"[{path.stem}] ", None)
 
 
-def _new(path: Path, read: dict[Path, int], *, has_ended: bool) -> list[str]:
-    """Return the lines added since the last call; an incomplete last line only if the log ``has_ended``."""
-    with path.open("rb") as file:
+def _new(path: Path, read: dict[Path, int], *, has_ended: bool) -> Iterator[bytes]:
+    """Yield lines added since the last call, long ones in parts; an incomplete last one only if it ``has_ended``."""
+    with open_regular(path) as file:
         file.seek(read.get(path, 0))
-        data = file.read()
-    if not has_ended:
-        data = data[: data.rfind(b"\n") + 1]
-    read[path] = read.get(path, 0) + len(data)
-    return data.decode(errors="replace").splitlines()
+        while line := file.readline(_LONGEST):
+            if not (line.endswith(b"\n") or len(line) == _LONGEST or has_ended):
+                return
+            read[path] = file.tell()
+            yield line
+
+
+def _escaped(output: bytes) -> list[str]:
+    """Return the lines of a part of an output without what a terminal would interpret, but for tabs."""
+    lines = output.decode(errors="replace").splitlines()
+    return ["\t".join(map(printable, line.split("\t"))) for line in lines]

@@ -9,6 +9,7 @@ import webbrowser
 from pathlib import Path
 
 from worldsize.errors import WorldsizeError
+from worldsize.files import replace_file
 from worldsize.messages import refuse
 from worldsize.observe.report.page import page
 
@@ -40,7 +41,7 @@ def write(folders: list[Path], output: Path | None) -> Path:
     text = page(folders)
     path = (output or Path(os.path.commonpath(folders)) / NAME).absolute()
     try:
-        path.write_text(text, encoding="utf-8", errors="replace")
+        replace_file(path, text.encode(errors="replace"))
     except OSError as error:
         raise WorldsizeError(f"{path} cannot be written: {error.strerror}. Name another file with --output.") from None
     return path

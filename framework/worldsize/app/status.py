@@ -22,7 +22,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize status", description=__doc__)
     parser.add_argument("roots", nargs="*", type=Path, metavar="RUN", help="a run folder, or a folder of runs (runs)")
     roots = parser.parse_args().roots or [Path("runs")]
-    runs = [run for root in roots for run in runs_below(root)]
+    try:
+        runs = [run for root in roots for run in runs_below(root)]
+    except WorldsizeError as error:
+        sys.exit(refuse(error))
     if not runs:
         where = ", ".join(map(str, roots))
         sys.exit(refuse(WorldsizeError(f"no runs below {where}. Name a run folder, or a folder of runs.")))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from worldsize.app import call_composed, exit_process, remove_leftovers
+from worldsize.app import call_composed, check_working_directory, exit_process, remove_leftovers
 from worldsize.errors import WorldsizeError
 from worldsize.messages import refuse, show_messages, until_output_closes
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     show_messages()
+    check_working_directory()
     remove_leftovers()
     with until_output_closes():
         exit_process(train(sys.argv[1:]))

@@ -22,7 +22,7 @@ from worldsize.checkpoints.safetensors import CODES, Entry, header, read_header
 from worldsize.checkpoints.shards import DTYPES, contents_of
 from worldsize.checkpoints.validation import check_count, check_manifest, is_shard
 from worldsize.errors import CheckpointError, OtherSchemaError
-from worldsize.files import read_regular
+from worldsize.files import open_regular, read_regular
 from worldsize.strict_json import parse
 
 SCHEMA_VERSION = 2
@@ -75,15 +75,30 @@ def read(path: Path) -> Checkpoint:
         CheckpointError: the checkpoint is incomplete, or was changed after it was written.
         OtherSchemaError: this worldsize does not read its schema version.
     """
-    text, seal = _bytes(path / MANIFEST), _bytes(path / COMPLETE).decode(errors="replace")
-    expected, actual = seal.strip(), hashlib.sha256(text).hexdigest()
-    if expected != actual or seal != f"{actual}\n":
-        raise CheckpointError(_differs(path / MANIFEST, f"SHA-256 {expected} in {COMPLETE}", f"SHA-256 {actual}"))
+    text, _ = _sealed(path)
     try:
         return _parsed(path, parse(text, at_most=_LARGEST, deepest=_DEEPEST, finite=False))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         kind = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the checkpoint is damaged: {path / MANIFEST} is no manifest ({kind}).") from None
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of the manifest of the checkpoint in ``path``, which ``COMPLETE`` has too.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, or was changed after it was written.
+    """
+    return _sealed(path)[1]
+
+
+def _sealed(path: Path) -> tuple[bytes, str]:
+    """Return the text and the SHA-256 of the manifest of the checkpoint in ``path``."""
+    text, seal = _bytes(path / MANIFEST), _bytes(path / COMPLETE).decode(errors="replace")
+    expected, actual = seal.strip(), hashlib.sha256(text).hexdigest()
+    if expected != actual or seal != f"{actual}\n":
+        raise CheckpointError(_differs(path / MANIFEST, f"SHA-256 {expected} in {COMPLETE}", f"SHA-256 {actual}"))
+    return text, actual
 
 
 def _parsed(path: Path, manifest: Any) -> Checkpoint:
@@ -153,7 +168,7 @@ def _differs(path: Path, expected: str, actual: str) -> str:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while piece := file.read(_PIECE):
             digest.update(piece)
     return digest.hexdigest()

@@ -19,7 +19,7 @@ from worldsize.checkpoints.schedule_free import evaluated_shares
 from worldsize.checkpoints.shards import DTYPES, box_of, overlap, slices_in
 from worldsize.checkpoints.validation import is_shard
 from worldsize.errors import CheckpointError, WorldsizeError, neighbours
-from worldsize.files import is_file, is_folder, read_regular
+from worldsize.files import is_file, is_folder, open_regular, read_regular
 from worldsize.strict_json import parse
 
 INDEX = "model.safetensors.index.json"
@@ -120,7 +120,8 @@ def _mapped(path: Path, offset: int, dtype: torch.dtype, shape: Sequence[int]) -
     length = math.prod(shape) * dtype.itemsize
     if length == 0:
         return torch.empty(shape, dtype=dtype)
-    flat = torch.from_numpy(numpy.memmap(path, dtype=numpy.uint8, mode="c", offset=offset, shape=(length,)))
+    with open_regular(path) as file:
+        flat = torch.from_numpy(numpy.memmap(file, dtype=numpy.uint8, mode="c", offset=offset, shape=(length,)))
     aligned = flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()
     return aligned.view(dtype).reshape(tuple(shape))
 

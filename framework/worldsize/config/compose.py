@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, suppress
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from traceback import walk_tb
+from types import FunctionType
 from typing import Any, ClassVar, cast
 
 import hydra
@@ -29,10 +31,13 @@ from worldsize.config.explain import explain
 from worldsize.config.files_read import forget_files, place_of
 from worldsize.config.launcher_schema import LauncherSource
 from worldsize.config.objective import SweepEnded
+from worldsize.config.overrides import key_of
 from worldsize.config.schema import Schema
 from worldsize.config.search_path import check_unique, main_conf, searched
 from worldsize.core.limits import FilePath, check_limits, hints_of
 from worldsize.errors import ConfigError, neighbours
+
+_LONG_NUMBER = re.compile(r"\d{1001}")  # Python refuses those of 4,300 digits with an error of its own
 
 
 class _Folders(SearchPathPlugin):
@@ -61,7 +66,7 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
 
     Raises:
         ConfigError: Hydra or OmegaConf refuses the words (with similar names for a misspelt one), two places offer the
-            same option, or a search has no metric.
+            same option, a search has no metric, or the folder of a sweep cannot be made.
     """
     _prepare(arguments)
     sys.argv[1:] = words = normalised(arguments)
@@ -74,6 +79,16 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
         program(lambda cfg: task(_with_home(cfg)))()
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, sys.argv[1:]) from error
+    except (OSError, ValueError) as error:
+        code = cast("FunctionType", task).__code__
+        if error.__cause__ or any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__)):
+            raise  # of the task, perhaps in another process, and not of Hydra
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"{error.filename} cannot be written: {error.strerror}. "
+                "Set run.root, or hydra.sweep.dir, to a folder that you may write; nothing was started."
+            ) from error
+        raise ConfigError(f"the configuration cannot be read: {error}.") from error
     except SweepEnded as end:
         if end.error is not None:
             raise end.error from None
@@ -196,6 +211,9 @@ def _hydra_of(cfg: DictConfig) -> dict[str, Any]:
 
 def _prepare(arguments: Sequence[str]) -> None:
     """Register our configuration with Hydra; raise ConfigError for words that Hydra would accept but must not."""
+    for word in arguments:
+        if _LONG_NUMBER.search(word):
+            raise ConfigError(f"{key_of(word)[:80]} has a number of more than 1,000 digits, which nothing takes.")
     forget_files()
     _Folders.additional = folder_of_flags(get_args_parser().parse_known_args(list(arguments))[0])
     check_unique([_Folders.additional] if _Folders.additional else [])

@@ -21,11 +21,13 @@ from worldsize.config.search_path import make_importable
 from worldsize.config.settings import Settings, launcher_of, load_settings, recipe_of
 from worldsize.core import BatchLauncher, LaunchMethod, Recipe
 from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.files import read_regular
 from worldsize.messages import printable
 from worldsize.records.redaction import missing, restore
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunView
 from worldsize.reproducibility.plugins import check_kept
+from worldsize.strict_json import LARGEST
 from worldsize.world.environments import withheld_secrets
 
 
@@ -57,7 +59,7 @@ def _parsed(text: str) -> Any:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = deepcopy(_parsed(path.read_text()))
+        config = deepcopy(_parsed(read_regular(path, at_most=LARGEST).decode()))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Take it from a copy of the run.") from None
     run = config.get("run") if isinstance(config, dict) else None

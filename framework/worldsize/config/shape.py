@@ -9,6 +9,8 @@ from worldsize.core import Autoscaler, Cluster, LaunchMethod, Numerics, Role, St
 from worldsize.errors import ConfigError, neighbours
 from worldsize.world.roles import block_of, heals
 
+_MOST_SAMPLES = 10**8  # of a micro-batch: the objects of so many fill the memory of the largest machines
+
 
 def nodes_of(hosts: Sequence[str], *, spare: int) -> int:
     """Return how many of ``hosts`` are to train; the last, ``spare`` of them, wait.
@@ -230,3 +232,8 @@ def check_divisible(total: int, *, workers: int, batch: int) -> None:
             f"batch_size={below} or {above}" if below else f"batch_size={above} (at least one sample a logical rank)"
         )
         raise ConfigError(f"batch_size={batch} does not divide over {total} logical ranks. Set {options}.")
+    if batch // total > _MOST_SAMPLES:
+        raise ConfigError(
+            f"batch_size={batch:,}: each of {total} logical ranks would take {batch // total:,} samples at once, more "
+            f"than a machine holds. Set batch_size={total * _MOST_SAMPLES:,} or less."
+        )

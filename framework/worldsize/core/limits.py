@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import math
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,6 +106,22 @@ class OneOf(Limit):
 
 
 @final
+class Form(Limit):
+    """A text that matches a regular expression as a whole.
+
+    Args:
+        pattern: the expression.
+        hint: ends the error message, e.g. "must be a time such as 02:00:00".
+    """
+
+    def __init__(self, pattern: str, *, hint: str) -> None:
+        self._pattern, self._hint = pattern, hint
+
+    def refusal(self, value: Any) -> str | None:
+        return None if re.fullmatch(self._pattern, str(value), re.ASCII) else f"{self._hint}."
+
+
+@final
 class FolderName(Limit):
     """The name of a single folder that can be mistaken neither for a path nor for an option of a command."""
 
@@ -122,6 +139,8 @@ class FilePath(Limit):
     """A path that the operating system accepts."""
 
     def refusal(self, value: Any) -> str | None:
+        if value == "":
+            return "is empty, perhaps from a variable that is not set. Name a path, or leave the key out."
         return "holds a NUL character, which no path can. Leave it out." if "\0" in str(value) else None
 
 

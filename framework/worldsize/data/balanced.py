@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from worldsize.core import ConfigError
+from worldsize.data.fetch import is_iterable
 from worldsize.data.order import Order, own_order
 from worldsize.reproducibility.seeds import stream
 
@@ -76,19 +77,31 @@ def _by_length(lengths: Tensor, places: range, batch_size: int, random: torch.Ge
     return torch.cat([cuts[turn] for turn in turns.tolist()])
 
 
-def balanced(dataset: Any, order: Order) -> Balanced:
-    """Return the batches of ``dataset`` by length; it says how long its samples are.
+def sample_lengths(dataset: Any) -> Lengths:
+    """Return the length of each sample of ``dataset``, whose batches are to be balanced.
 
     Raises:
-        ConfigError: it does not say so.
+        ConfigError: it has none, or is a stream.
     """
-    lengths = getattr(dataset, "lengths", None)
+    if is_iterable(dataset):
+        raise ConfigError("length_balanced=true changes the order of samples, which a stream does not let it do.")
+    lengths: Lengths | None = getattr(dataset, "lengths", None)
     if lengths is None:
         raise ConfigError(
             f"length_balanced=true needs to know how long samples are, and {type(dataset).__name__} has no attribute "
             "lengths, a tensor [samples]. Add it to the recipe's data set, name the column of a table that has them "
             "(data.length_column), or set length_balanced=false."
         )
+    return lengths
+
+
+def balanced(dataset: Any, order: Order) -> Balanced:
+    """Return the batches of ``dataset`` by length.
+
+    Raises:
+        ConfigError: the length of its samples is unknown.
+    """
+    lengths = sample_lengths(dataset)
     all_ranks = replace(order, logical_ranks=1)
 
     def plain(step: int) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any, final
 import torch
 from torch.utils.data import default_collate
 
-from worldsize.core import Batch, ConfigError, MicroBatch
+from worldsize.core import Batch, MicroBatch
 from worldsize.data.auto_workers import AutoWorkers
-from worldsize.data.balanced import balanced
+from worldsize.data.balanced import balanced, sample_lengths
 from worldsize.data.batches import to_device
 from worldsize.data.copies import SideStream, copied_ahead
 from worldsize.data.data_wait import DataWait, Patience
@@ -84,7 +84,7 @@ def _micro_batches(
 ) -> Iterator[list[MicroBatch]]:
     if is_iterable(dataset):
         if order.balanced:
-            raise ConfigError("length_balanced=true changes the order of samples, which a stream does not let it do.")
+            sample_lengths(dataset)  # refuses a stream
         source = dataset if isinstance(dataset, TrainingStream) else TrainingStream(dataset)
         processes = workers if isinstance(workers, int) else 0  # whose place in a stream changes with each sample
         batches = source.batches(order, first, collate, workers=processes, pinned=device.type == "cuda", wait=wait)

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from rich.table import Table
 from rich.text import Text
 
-from worldsize.checkpoints.format import COMPLETE, Checkpoint, complete, read, step_of, verify
+from worldsize.checkpoints.format import Checkpoint, complete, digest_of, read, step_of, verify
 from worldsize.checkpoints.retention import Retention
 from worldsize.config.settings import Settings
 from worldsize.core import Launcher, spoken_name
@@ -141,7 +141,7 @@ def _write(
     evaluation: dict[str, Any] = {
         "time": time.time(),
         "checkpoint": checkpoint.path.name,
-        "sha256": (checkpoint.path / COMPLETE).read_text().strip(),
+        "sha256": digest_of(checkpoint.path),
         "step": checkpoint.step,
         "splits": list(settings.evaluation.splits),
         "batches": settings.evaluation.batches,

@@ -25,6 +25,7 @@ from worldsize.config.remembering import check_resumes
 from worldsize.config.settings import Settings
 from worldsize.core import AgentLauncher, BatchLauncher, Failure, Launcher, Plan
 from worldsize.cost.crossings import crossings_text
+from worldsize.data.balanced import sample_lengths
 from worldsize.data.source import check_paths
 from worldsize.driver.hints import command_line
 from worldsize.driver.record import amend_record, check_same, scrubber_of, with_secrets, write_record
@@ -117,6 +118,9 @@ def checked(cfg: DictConfig) -> Settings:
     if isinstance(settings.launcher, Launcher):  # else other machines have the data, whose agents look for them
         check_paths(settings.recipe)
     check_trainable(settings.recipe, settings.strategy)
+    if settings.training.length_balanced:
+        with suppress(OSError, ImportError):  # the data may be where the processes run alone
+            sample_lengths(settings.recipe.data("train"))
     check_construction(
         settings.recipe,
         settings.strategy,

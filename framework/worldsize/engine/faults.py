@@ -42,6 +42,15 @@ from worldsize.errors import ConfigError, neighbours
 
 T = TypeVar("T")
 PERTURB = "perturb"
+POINTS = (
+    *("checkpoint:begin", "checkpoint:in-shard", "checkpoint:after-shard", "checkpoint:after-shards"),
+    *("checkpoint:after-manifest", "checkpoint:after-complete", "checkpoint:after-rename"),
+    *("retention:begin", "retention:in-delete", "retention:end", "evaluate:begin", "push:begin", "push:next-server"),
+    *("update:continue", "process:begin", "load:begin", "copies:sent", "log:begin", "log:end"),
+    *("step:data", "step:compute", "step:forward", "step:backward", "step:reduce", "step:reduced", "step:update"),
+    "step:updated",
+)
+_SPACES = {point.partition(":")[0] for point in POINTS}
 OUT_OF_MEMORY = 137  # exit code of a process that the kernel kills when memory runs out: 128 + SIGKILL
 
 
@@ -106,7 +115,7 @@ class Faults:
         """Read the rows of the configuration.
 
         Raises:
-            ConfigError: a key or action is unknown; the message suggests similar ones.
+            ConfigError: a key, an action or a point is unknown; the message suggests similar ones.
         """
         return Faults([_fault(row) for row in rows])
 
@@ -151,5 +160,9 @@ def _fault(row: Mapping[str, Any]) -> Fault:
     action = str(row.get("action"))
     if action not in (actions := (*ACTIONS, PERTURB)):
         raise ConfigError(f"faults: no action {action!r}{neighbours(action, actions)}")
+    point = row.get("point")
+    space, colon, _ = str(point).partition(":")
+    if point is not None and point not in POINTS and (not colon or space in _SPACES):  # a plugin's has another space
+        raise ConfigError(f"faults: no point {point!r}{neighbours(str(point), POINTS)}")
     check_limits(Fault, row, key="faults")
     return Fault(**({"point": "step:compute", **row} if action == "slow" else row))

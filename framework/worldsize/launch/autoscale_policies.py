@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, final
 
 from worldsize.core import Autoscaler, ConfigError, FilePath, GangState
+from worldsize.files import read_regular
 
 _LONGEST = 1000  # bytes of a file with a number
 
@@ -28,8 +29,7 @@ class FileAutoscaler(Autoscaler):
     def wanted(self, state: GangState) -> int:
         path = Path(self.path).expanduser() if self.path else state.run_dir / "autoscale"
         try:
-            with path.open("rb") as file:
-                text = file.read(_LONGEST).decode().strip()
+            text = read_regular(path, at_most=_LONGEST).decode().strip()
         except FileNotFoundError:
             return state.processes
         except (OSError, UnicodeDecodeError) as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NotRequired, Protocol, Self, TypedDict, final
 
 from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.files import read_regular
 from worldsize.launch.bounded_io import receive_line
 from worldsize.strict_json import parse
 
@@ -19,6 +20,7 @@ MOST = 64  # processes that one request may add or remove: these start before th
 _PATIENCE = 5.0  # seconds for one request, from the connection to its last byte
 _LONGEST_REQUEST = 1 << 12  # bytes
 _LONGEST_ANSWER = 1 << 17  # bytes; no more than a socket buffers, so that an answer never blocks
+_LONGEST_PATH = 1 << 12  # bytes
 _AT_ONCE = 16  # requests being received; a new one replaces the oldest
 
 
@@ -177,7 +179,7 @@ def request(sign: Path, **facts: Any) -> Any:
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_PATIENCE)
-            connection.connect(sign.read_text())
+            connection.connect(read_regular(sign, at_most=_LONGEST_PATH).decode())
             connection.sendall(json.dumps(facts).encode() + b"\n")
             deadline = time.monotonic() + _PATIENCE
             answer = parse(

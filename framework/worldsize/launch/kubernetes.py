@@ -12,11 +12,13 @@ from typing import Annotated, final
 
 from worldsize.core import BatchLauncher, Cluster, ConfigError, OneOf, Plan, Range
 from worldsize.core.launcher import cluster_option
+from worldsize.files import read_regular
 from worldsize.launch.image_launcher import ImageLauncher
 from worldsize.launch.names import job_name
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import read_key, write_key
 from worldsize.launch.templates import filled
+from worldsize.strict_json import LARGEST
 
 _RUN_FILES = "/etc/worldsize/run"
 _FILES = ("config.yaml", "overrides.yaml", "run_manifest.json")  # an examination has only the first
@@ -156,7 +158,7 @@ def _files(run: Path) -> dict[str, str]:
     there = [path for path in _FILES if (run / path).exists()]
     paths = [*there, *(file.relative_to(run).as_posix() for file in run.glob("plugins/**/*") if file.is_file())]
     try:
-        return {path: (run / path).read_text() for path in paths}
+        return {path: read_regular(run / path, at_most=LARGEST).decode() for path in paths}
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"a ConfigMap cannot carry the plugins in {run / 'plugins'}: {error}. Put them into the image."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections import Counter
@@ -14,9 +13,11 @@ from pathlib import Path
 from typing import Protocol, final
 
 from worldsize.core import Failure, Role
+from worldsize.files import read_regular
 from worldsize.launch.first_cause import Ending, ProcessError
 from worldsize.launch.terminal import Terminal
 from worldsize.messages import last_error
+from worldsize.strict_json import LARGEST, parse
 from worldsize.world.heartbeat import Beat, read_beat
 from worldsize.world.membership import Pipe
 from worldsize.world.preemption import PREEMPTED
@@ -54,6 +55,7 @@ class Member:
     heartbeat: Path
     pipe: Pipe | None = None  # to a process of a gang that heals
     host: str = ""
+    log_start: int = 0  # bytes of the log that earlier attempts wrote
 
     @property
     def failed(self) -> bool:
@@ -89,7 +91,7 @@ class Member:
 
     def _error(self) -> ProcessError | None:
         try:
-            error: ProcessError = json.loads(self.error.read_text())
+            error: ProcessError = parse(read_regular(self.error, at_most=LARGEST))
             return error
         except (OSError, ValueError):
             return self._full_disk()
@@ -139,7 +141,7 @@ class Members:
         member = self._start(role, rank, _starts(self.lost, role, rank))
         self.current.append(member)
         if self.terminal and not any((each.role, each.rank) == (role, rank) for each in self.lost):
-            self.terminal.show(f"{role} {rank}", member.log)
+            self.terminal.show(f"{role} {rank}", member.log, start=member.log_start)
 
     def alive(self) -> list[Member]:
         return [member for member in self.current if member.process.is_alive()]

@@ -24,7 +24,7 @@ from worldsize.launch.gang import Gang, Graces
 from worldsize.launch.members import Member, Members
 from worldsize.launch.membership_server import MembershipServer
 from worldsize.launch.remote import RemoteHosts
-from worldsize.launch.terminal import Terminal
+from worldsize.launch.terminal import Terminal, size_of
 from worldsize.observe.health.process import HealthProcess
 from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.world.environments import Node, Placement
@@ -138,6 +138,7 @@ def start_process(plan: Plan, rendezvous: Rendezvous, role: str, rank: int, star
     log = run.log(role, rank)
     make_folder_of(log, run)
     run.error(role, rank).unlink(missing_ok=True)  # left by an earlier attempt
+    log_start = size_of(log)
     assert placement.heartbeat is not None
     context = get_context("fork")
     ours, theirs = context.Pipe() if plan.roles[role].restart == "heal" else (None, None)
@@ -148,7 +149,8 @@ def start_process(plan: Plan, rendezvous: Rendezvous, role: str, rank: int, star
         process.start()
     if theirs is not None:
         theirs.close()
-    return Member(role, rank, process, log, run.error(role, rank), placement.heartbeat, ours, socket.gethostname())
+    host = socket.gethostname()
+    return Member(role, rank, process, log, run.error(role, rank), placement.heartbeat, ours, host, log_start)
 
 
 @contextmanager

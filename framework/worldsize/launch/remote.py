@@ -24,6 +24,7 @@ from worldsize.launch.handshake import Message
 from worldsize.launch.lost_link import LossPolicy
 from worldsize.launch.meeting import Door
 from worldsize.launch.members import LostHostError, Member
+from worldsize.launch.terminal import size_of
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.heartbeat import Beat, write_beat
 from worldsize.world.roles import fewest, place_of, role_ranks
@@ -138,7 +139,8 @@ class RemoteHost:
         process = RemoteProcess(lambda **order: self._order(rank=number, **order))
         pipe = RemotePipe(lambda message: self._order(rank=number, tell=message))
         error, beat = self._folder / f"error_{number}_{starts}", self._folder / f"beat_{number}"
-        member = Member(role, rank, process, self._run.log(role, rank), error, beat, pipe, self.agent.host)
+        log = self._run.log(role, rank)
+        member = Member(role, rank, process, log, error, beat, pipe, self.agent.host, size_of(log))
         self._processes[number] = member, process, pipe
         self._order(rank=number, role=role, role_rank=rank, starts=starts)
         return member

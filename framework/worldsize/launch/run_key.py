@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import final
 
 from worldsize.core import ConfigError
+from worldsize.files import read_regular
 
 _FILE = "agents.key"
-_SHORTEST = 32  # bytes
+_SHORTEST, _LONGEST = 32, 1 << 10  # bytes
 
 
 @final
@@ -39,7 +40,7 @@ def read_key(run_dir: Path) -> RunKey:
         ConfigError: the run folder has no key, or is not visible here.
     """
     try:
-        secret = (run_dir / _FILE).read_bytes()
+        secret = read_regular(run_dir / _FILE, at_most=_LONGEST)
     except OSError as error:
         raise ConfigError(f"the run's key cannot be read: {error}. All hosts need the run folder {run_dir}.") from error
     if len(secret) < _SHORTEST:  # an empty key would be known to everybody

@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, final
 
 from worldsize.core import BatchLauncher, Cluster, ConfigError, OneOf, Plan, Range
 from worldsize.core.launcher import cluster_option
+from worldsize.core.limits import Form
 from worldsize.errors import WorldsizeError
 from worldsize.launch.image_launcher import ImageLauncher
 from worldsize.launch.node import NodeLauncher
@@ -33,6 +34,10 @@ _RETRY = 1.0  # seconds
 SCRIPT = "slurm.sh"
 _QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED")  # states of a job that starts again
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+_TIME = Form(
+    r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE",
+    hint="is no time limit of Slurm. Write minutes, hours:minutes:seconds or days-hours, e.g. cluster.time=02:00:00",
+)
 
 
 @final
@@ -43,7 +48,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     heals_over_hosts: ClassVar[bool] = True
     orders_hosts: ClassVar[bool] = True
 
-    time: str | None = cluster_option(None)  # limit, e.g. 02:00:00; the run saves before it and is queued again
+    time: Annotated[str | None, _TIME] = cluster_option(None)  # limit; the run saves before it and is queued again
     partition: str | None = cluster_option(None)
     account: str | None = cluster_option(None)
     qos: str | None = cluster_option(None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, final
+
+from worldsize.files import open_regular
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.tail_log import TailLog
@@ -20,13 +23,20 @@ class Terminal:
     def __init__(self) -> None:
         self._tails: list[TailLog] = []
 
-    def show(self, name: str, log: Path) -> None:
-        """Start to follow the log of the process ``name``."""
+    def show(self, name: str, log: Path, *, start: int = 0) -> None:
+        """Start to follow the log of the process ``name``, from byte ``start`` on."""
         from torch.distributed.elastic.multiprocessing.tail_log import TailLog  # takes seconds, as torch does
 
-        prefix = f"[{name}] "
+        prefix, earlier = f"[{name}] ", iter(range(_lines_before(start, log)))
         try:
-            self._tails.append(TailLog(prefix, {0: str(log)}, sys.stdout, {0: prefix}).start())
+            tail = TailLog(
+                prefix,
+                {0: str(log)},
+                sys.stdout,
+                {0: prefix},
+                log_line_filter=lambda line: next(earlier, None) is None,
+            )
+            self._tails.append(tail.start())
         except RuntimeError as error:  # a host may allow a process but no thread to follow it
             _logger.warning("%s is not shown here, see %s: %s", name, log, error)
 
@@ -34,3 +44,16 @@ class Terminal:
         """Show the rest of all logs, and stop."""
         for tail in self._tails:
             tail.stop()
+
+
+def size_of(log: Path) -> int:
+    """Return the size of a log in bytes; 0 if it does not exist."""
+    return log.stat().st_size if log.exists() else 0
+
+
+def _lines_before(start: int, log: Path) -> int:
+    """Return how many lines of a log end before byte ``start``, as Python splits a text file."""
+    if not start:
+        return 0
+    with open_regular(log) as file:
+        return sum(line.endswith("\n") for line in io.StringIO(file.read(start).decode(errors="replace"), newline=None))

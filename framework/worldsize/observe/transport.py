@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from worldsize.collectives.step_timer import wait
 from worldsize.core import Cluster, World
+from worldsize.files import open_regular
 from worldsize.observe.nccl_log import NcclLog, parse_nccl
 
 _NAMES = {"P2P": "nvlink", "SHM": "shm", "NET/IB": "ib", "NET/Socket": "socket"}  # of NCCL's transports
+_LONGEST = 16 << 20  # bytes of NCCL's log that are read
 _SOCKETS_AT_MOST = 5e9  # bytes per second; a link declared faster is not a plain socket
 
 
@@ -71,7 +74,10 @@ def audit(world: World, cluster: Cluster, environ: Mapping[str, str], log: Path)
     if cluster.backend != "nccl":  # it does not say
         return {"backend": cluster.backend, "transports": [], "interface": None, "ranks": {}}
     _sum(torch.ones(1, device=world.device), world)
-    used = connections_of(parse_nccl(log.read_text() if log.exists() else ""))
+    text = b""
+    with suppress(FileNotFoundError), open_regular(log) as file:
+        text = file.read(_LONGEST)
+    used = connections_of(parse_nccl(text.decode(errors="replace")))
     return {"backend": "nccl", **used, "ranks": _counted(used["transports"], world)}
 
 

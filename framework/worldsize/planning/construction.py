@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from worldsize.config.instantiate import described_failure
@@ -27,9 +28,16 @@ from worldsize.strategies.train_state import TrainState
 
 _logger = logging.getLogger(__name__)
 
+_OVERFLOW = re.compile(r"Storage size calculation overflowed|multiplication overflow")  # torch's, of a size in bytes
+_ADDRESSABLE = 1 << 47  # bytes that a process can address on x86-64
+
 # errors that depend on the host: files, packages and memory may exist where the processes run
 _OF_THIS_HOST = (OSError, ImportError, MemoryError, NotImplementedError)
 _OF_A_DEVICE = re.compile(r"\b(meta|cuda|device|gpu|memory)\b", re.IGNORECASE)
+
+
+class _TooLargeError(ConfigError):
+    """A model that no process can hold, which need not be tried on the CPU."""
 
 
 def check_trainable(recipe: Recipe, strategy: Strategy) -> None:
@@ -76,7 +84,8 @@ def check_construction(
     failed = failure("meta")
     if failed is None or not _is_certain(failed):
         return
-    again = failure("cpu")
+    is_too_large = isinstance(failed, _TooLargeError) or _OVERFLOW.search(str(failed))
+    again = failed if is_too_large else failure("cpu")
     if again is None or (type(again), str(again)) != (type(failed), str(failed)):
         _logger.debug("the recipe can be built on the CPU alone: %s", failed)
         return
@@ -94,6 +103,7 @@ def _failure(
     try:
         with generators_kept(), torch.device(device):  # the training processes are forked from this one
             model = recipe.model()
+            _check_size(model)
             declare_buffers(recipe, model)
             if isinstance(recipe, FeatureRecipe) and numerics.precision == "fp16":
                 raise ConfigError(
@@ -118,6 +128,15 @@ def _failure(
     except Exception as error:  # any exception: recipes are user code
         return error
     return None
+
+
+def _check_size(model: Module) -> None:
+    for name, parameter in model.named_parameters():
+        if (count := parameter.numel() * parameter.element_size()) > _ADDRESSABLE:
+            raise _TooLargeError(
+                f"{name} of the model has shape {list(parameter.shape)}, {count:.3g} bytes, more than a process can "
+                "address. Choose smaller sizes; nothing was started."
+            )
 
 
 def _parts(state: TrainState | MultiTrainState) -> Iterator[tuple[Optimizer, Schedule | None]]:

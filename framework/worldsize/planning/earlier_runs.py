@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from worldsize.checkpoints.format import complete, read
 from worldsize.errors import WorldsizeError
-from worldsize.records.run_directory import runs_below
+from worldsize.records.run_directory import RunDirectory, runs_below
 from worldsize.records.run_record import RunView, look
 
 if TYPE_CHECKING:
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 def earlier_runs(folder: Path) -> Iterator[RunView]:
     """Yield the runs in ``folder``, the newest first."""
-    for run in reversed(runs_below(folder)):  # by date and time
+    runs: list[RunDirectory] = []
+    with suppress(WorldsizeError):  # this user may not read the folder
+        runs = runs_below(folder)
+    for run in reversed(runs):  # by date and time
         with suppress(WorldsizeError):
             yield look(run)
 

@@ -60,6 +60,7 @@ class Attempt(TypedDict):
         pinning: The cores and the memory of each process of the launching host, or why they are not pinned.
         transport: The transports that collectives used; in a gang that heals, those of its last membership.
         memberships: Who trained from which step on, in a gang that heals.
+        lost_metrics: Logged steps of earlier attempts that ``metrics.jsonl`` lacked when it began.
         lost_host: Its first host, if that was lost and the next attempt began without it.
         failure: Why it failed, if it did.
     """
@@ -80,6 +81,7 @@ class Attempt(TypedDict):
     pinning: NotRequired[Any]
     transport: NotRequired[Any]
     memberships: NotRequired[Sequence[MembershipRecord]]
+    lost_metrics: NotRequired[int]
     lost_host: NotRequired[str]
     failure: NotRequired[FailureRecord]
 

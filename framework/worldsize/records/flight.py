@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, final
 
+from worldsize.files import read_regular
 from worldsize.messages import printable
 from worldsize.strict_json import parse
 
@@ -98,8 +99,7 @@ def hung_processes(folder: Path) -> list[HungProcess]:
 
 def _read(path: Path) -> Mapping[str, Any] | None:
     try:
-        with path.open("rb") as file:
-            record = parse(file.read(_AT_MOST + 1), at_most=_AT_MOST)
+        record = parse(read_regular(path, at_most=_AT_MOST), at_most=_AT_MOST)
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None

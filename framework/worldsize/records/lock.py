@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import BinaryIO
 
 from worldsize.errors import WorldsizeError
+from worldsize.files import open_regular
 
 _NAME = ".lock"
 _FLOCK = struct.Struct("hhqqixxxx")  # struct flock of Linux on 64 bits: l_type, l_whence, l_start, l_len, l_pid
@@ -34,7 +36,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     """
     if _is_own(run_dir):
         raise WorldsizeError(f"the run {run_dir} is being trained by this process. Wait for it.")
-    with _file(run_dir, "a") as file:  # "w" would change the time of the run's last sign
+    with _file(run_dir, append=True) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -46,9 +48,9 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             _held.pop(run_dir.resolve(), None)
 
 
-def _file(run_dir: Path, mode: str) -> IO[Any]:
+def _file(run_dir: Path, *, append: bool = False) -> BinaryIO:
     try:
-        return (run_dir / _NAME).open(mode)
+        return open_regular(run_dir / _NAME, append=append)
     except OSError as error:
         raise _refusal(run_dir, error) from None
 
@@ -56,6 +58,8 @@ def _file(run_dir: Path, mode: str) -> IO[Any]:
 def _refusal(run_dir: Path, error: OSError) -> WorldsizeError:
     if error.errno in (errno.EACCES, errno.EAGAIN):
         return WorldsizeError(f"the run {run_dir} is being trained by another process. Wait for its end, or cancel it.")
+    if os.path.lexists(lock := run_dir / _NAME) and not stat.S_ISREG(lock.lstat().st_mode):
+        return WorldsizeError(f"{lock} is no regular file, which no worldsize made. Remove it.")
     return WorldsizeError(
         f"the run {run_dir} cannot be locked: {error.strerror}. Set run.root to a file system with locks."
     )
@@ -65,9 +69,9 @@ def is_locked(run_dir: Path) -> bool:
     """Return whether a process holds the run's lock; also True if the file system cannot tell."""
     if _is_own(run_dir):
         return True
-    if not (run_dir / _NAME).exists():
+    if not os.path.lexists(run_dir / _NAME):
         return False
-    with _file(run_dir, "rb") as file:
+    with _file(run_dir) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: it may be a run of another user
         except OSError:
@@ -82,9 +86,9 @@ def holder_of(run_dir: Path) -> int | None:
     """
     if _is_own(run_dir):
         return os.getpid()
-    if sys.platform != "linux" or not (run_dir / _NAME).exists():
+    if sys.platform != "linux" or not os.path.lexists(run_dir / _NAME):
         return None
-    with _file(run_dir, "rb") as file:
+    with _file(run_dir) as file:
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, asked))
     return pid if kind != fcntl.F_UNLCK and pid > 0 else None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from worldsize.errors import WorldsizeError
-from worldsize.files import read_regular
+from worldsize.files import read_regular, replace_file
 from worldsize.records.json_schema import check
 from worldsize.strict_json import LARGEST, parse, strict
 
@@ -27,23 +27,13 @@ _SEALS = re.compile(r'\n  "(digest|signature)": (?:"([0-9a-f]*)"|null),?(?=\n)')
 def write_manifest(path: Path, manifest: Mapping[str, Any], *, own: bool = True) -> dict[str, Any]:
     """Write the manifest atomically, and return it as written.
 
-    A temporary file is written, synced, then renamed.
-
     Keys are sorted; ``digest`` is the SHA-256 of the text without ``digest`` and ``signature``. It is signed only if it
     is this user's ``own``: a note in another user's record must not turn it into one's own.
     """
     facts = strict({**manifest, "schema_version": SCHEMA_VERSION})
     digest = _digest(facts)
     written = {**facts, "digest": digest, "signature": _signature(digest) if own else None}
-    temporary = path.with_name(f".manifest_{secrets.token_hex(4)}")
-    try:
-        with temporary.open("x") as file:  # tempfile would make it unreadable for other users
-            file.write(_text(written))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, _text(written).encode())
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)

@@ -6,12 +6,15 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, TypeGuard, final
 
 from worldsize.core import Evaluated, Event, RunEnded, RunFailed, RunStarted, StepDone
+from worldsize.errors import CheckpointError
 from worldsize.records.json_lines import Row, Rows, complete_lines, drop_lines, is_number, last_line, row_of
+from worldsize.records.run_directory import RunDirectory
 from worldsize.strict_json import strict
 
 _EVALUATION = b'"event": "evaluation"'  # is in each line about one, as we write it
@@ -135,12 +138,42 @@ def metric_rows(path: Path, *, at_most: int | None = None) -> Rows:
     return Rows(path, is_valid=is_metric, at_most=at_most, keep=_EVALUATION)
 
 
-def rewind(path: Path, step: int, *, evaluated: bool = True) -> None:
-    """Drop damaged lines and those after ``step``; see :func:`drop_lines`.
+def rewind(path: Path, step: int, *, evaluated: bool = True) -> int:
+    """Drop damaged lines and those after ``step``; return how many logged steps are left. See :func:`drop_lines`.
 
     With ``evaluated=False`` the evaluation after the step is also dropped.
     """
-    drop_lines(path, is_valid=is_metric, is_kept=lambda row: _is_before(row, step, evaluated))
+    left: set[int] = set()
+
+    def is_kept(row: Row) -> bool:
+        is_before = _is_before(row, step, evaluated)
+        if is_before and row["event"] == "step":
+            left.add(row["step"])
+        return is_before
+
+    drop_lines(path, is_valid=is_metric, is_kept=is_kept)
+    return len(left)
+
+
+def rewind_to_checkpoint(run: RunDirectory, manifest: Mapping[str, Any]) -> int:
+    """Drop the metrics after the run's newest checkpoint, since these steps will be repeated.
+
+    Return how many logged steps before it the file lacks: the checkpoint was written after their lines.
+    """
+    from worldsize.checkpoints.format import complete, read, step_of  # torch, for which those who look do not wait
+
+    saved, evaluated = complete(run.checkpoints), True
+    if saved:
+        with suppress(CheckpointError):  # a damaged one is refused by those who load it
+            evaluated = read(saved[-1]).facts.get("evaluated", True)
+    step = step_of(saved[-1]) if saved else 0
+    left = rewind(run.metrics, step, evaluated=evaluated)
+    if not step:
+        return 0
+    changes = [change for resumed in manifest.get("resumed", ()) for change in resumed["changes"]]
+    log_every: int = max([manifest["config"]["log_every"], *(then for key, then, _ in changes if key == "log_every")])
+    logged = step // log_every + (log_every > 1)  # the first step is always logged
+    return max(0, logged - left)
 
 
 def _is_before(row: Mapping[str, Any], step: int, evaluated: bool) -> bool:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, final
 
-from worldsize.errors import ConfigError
+from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.files import RECORD, is_folder
+
+_logger = logging.getLogger(__name__)
 
 _RANKS = 1000  # whose files lie in one folder: file systems of clusters are slow with more
 
@@ -20,7 +25,7 @@ _RANKS = 1000  # whose files lie in one folder: file systems of clusters are slo
 class RunDirectory:
     """Paths of everything that belongs to one run. It touches no file."""
 
-    MANIFEST: ClassVar[str] = "run_manifest.json"
+    MANIFEST: ClassVar[str] = RECORD
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -125,13 +130,42 @@ def planned(root: Path, recipe: str, name: str | None) -> RunDirectory:
 
 
 def runs_below(root: Path) -> list[RunDirectory]:
-    """List the runs in a folder, at any depth, by name; folders inside a run are not searched."""
+    """List the runs in a folder, at any depth, by name; folders inside a run are not searched.
+
+    Folders that this user may not read are left out with a warning.
+
+    Raises:
+        WorldsizeError: this user may not read ``root``.
+    """
+
+    def leave_out(error: OSError) -> None:
+        if Path(error.filename) != root:
+            _logger.warning("%s cannot be read (%s); runs in it are left out.", error.filename, error.strerror)
+        elif not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise WorldsizeError(f"{root} cannot be read: {error.strerror}.")
+
     runs = []
-    for folder, inside, files in os.walk(root):
+    for folder, inside, files in os.walk(root, onerror=leave_out):
         if RunDirectory.MANIFEST in files:
             runs.append(RunDirectory(Path(folder)))
             inside.clear()
     return sorted(runs, key=lambda run: run.path)
+
+
+def check_entries(directory: RunDirectory) -> None:
+    """Raise WorldsizeError if the folder has an entry through which a run would write elsewhere, or block.
+
+    Loggers own the folders that they make, and some make links there.
+    """
+    for folder, folders, files in os.walk(directory.path):
+        if Path(folder) == directory.path and "wandb" in folders:
+            folders.remove("wandb")
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            mode = path.lstat().st_mode
+            is_inside = stat.S_ISLNK(mode) and path.resolve().is_relative_to(directory.path.resolve())
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or is_inside):
+                kind = "a link out of the run folder" if stat.S_ISLNK(mode) else "no regular file"
+                raise WorldsizeError(f"{path} is {kind}. Remove it, or put a copy in its place; nothing was started.")
 
 
 @contextmanager
@@ -162,7 +196,7 @@ def created(run: RunDirectory, *, is_private: bool) -> Iterator[RunDirectory]:
 
 
 def _existing_parent(path: Path) -> Path:
-    return next(parent for parent in path.parents if parent.exists())
+    return next(parent for parent in path.parents if is_folder(parent))
 
 
 def _remove(path: Path, before: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from worldsize.errors import CheckpointError, RunFolderError, WorldsizeError
-from worldsize.files import is_file
+from worldsize.files import is_file, read_regular, replace_file
 from worldsize.records.attempt import (
     Attempt,
     end_of,
@@ -32,16 +33,20 @@ from worldsize.records.attempt import (
 from worldsize.records.goodput import goodput
 from worldsize.records.lock import is_locked, run_lock
 from worldsize.records.manifest import is_own, read_manifest, write_manifest
-from worldsize.records.run_directory import RunDirectory, is_missing
+from worldsize.records.run_directory import RunDirectory, check_entries, is_missing
+from worldsize.strict_json import LARGEST, parse
 from worldsize.world.environments import lost_first
 from worldsize.world.scratch import full_folder
 
 if TYPE_CHECKING:  # these import torch, for which those who only look at records do not wait
     from worldsize.core import Outcome
 
+_logger = logging.getLogger(__name__)
+
 Manifest = Mapping[str, Any]
 
 _KILLED = "it was killed, or its host was lost"
+_NO_DIGEST = "The run has no metrics_digest, since that could equal no other run's."
 _LATEST = 253_402_300_799.0  # Unix time of the last second of the year 9999
 _RESERVED_BYTES = 64 << 10  # for a manifest and a result beside the ones that they replace
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE)
@@ -127,19 +132,19 @@ def create_record(directory: RunDirectory, manifest: Manifest, *, config: str, o
 
 def write_configuration(directory: RunDirectory, *, config: str, overrides: str | None = None) -> None:
     """Write ``config.yaml``, from which processes start, and the command line's overrides."""
-    directory.config.write_text(config, encoding="utf-8")
+    replace_file(directory.config, config.encode())
     if overrides is not None:
-        directory.overrides.write_text(overrides, encoding="utf-8")
+        replace_file(directory.overrides, overrides.encode())
 
 
 def write_result(directory: RunDirectory, result: Mapping[str, Any]) -> None:
     """Write the results of training, which the record includes when the attempt ends; called by rank 0."""
-    directory.result.write_text(json.dumps(result, indent=2) + "\n")
+    replace_file(directory.result, f"{json.dumps(result, indent=2)}\n".encode())
 
 
 def read_result(directory: RunDirectory) -> dict[str, Any]:
     """Read the results of the last attempt, with numbers as computed; the manifest has NaN as text."""
-    result: dict[str, Any] = json.loads(directory.result.read_text())
+    result: dict[str, Any] = parse(read_regular(directory.result, at_most=LARGEST), finite=False)
     return result
 
 
@@ -231,10 +236,16 @@ class RunRecord:
             attempt["pinning"] = pinning
         if (lost := lost_first(os.environ)) and earlier and earlier[-1]["exit_reason"] == "killed":
             earlier[-1] = {**earlier[-1], "lost_host": lost}
+        from worldsize.records.metrics import rewind_to_checkpoint
+
         self._attempt, self._begun = attempt, time.monotonic()
         _reserve(self.directory)
-        self._write({**self.manifest, "attempts": [*earlier, attempt]})
-        _rewind_metrics(self.directory)  # before anybody follows the file
+        if count := rewind_to_checkpoint(self.directory, self.manifest):  # before anybody follows the file
+            attempt["lost_metrics"] = count
+            _logger.warning(
+                "%s lacks %d logged steps of earlier attempts. %s", self.directory.metrics, count, _NO_DIGEST
+            )
+        self._write({**self.manifest, "attempts": [*earlier, self._attempt]})
         self.directory.result.unlink(missing_ok=True)
         return len(self.attempts)
 
@@ -247,10 +258,12 @@ class RunRecord:
         if outcome.memberships:
             facts["memberships"] = list(outcome.memberships)
         if self.directory.transport.exists():
-            facts["transport"] = json.loads(self.directory.transport.read_text())
+            facts["transport"] = parse(read_regular(self.directory.transport, at_most=LARGEST))
             self.directory.transport.unlink()
         manifest = _with_end(self.manifest, **facts, **end_of(self._attempt, begun=self._begun))
         results = {**_result(self.directory, outcome), "goodput": goodput(manifest["attempts"])}
+        if any("lost_metrics" in each for each in manifest["attempts"]) and results.pop("metrics_digest", None):
+            results["remarks"] = [*results.get("remarks", ()), f"metrics.jsonl lacks logged steps. {_NO_DIGEST}"]
         self._write({**claim(manifest), "results": results})
         self._attempt = None
         write_result(self.directory, results)
@@ -294,6 +307,7 @@ def opened(directory: RunDirectory) -> Iterator[RunRecord]:
         is_run = is_file(directory.manifest)
         with writing(directory) if is_run else nullcontext():
             if is_run:  # else the lock would be left in a folder that is no run
+                check_entries(directory)
                 lock.enter_context(run_lock(directory.path))
             record = RunRecord(directory, _settle(directory), lock)
         yield record
@@ -327,23 +341,16 @@ def _last_written(folder: Path) -> float:
     return min(max(last, 0.0), _LATEST)
 
 
-def _rewind_metrics(directory: RunDirectory) -> None:
-    """Remove metrics after the newest checkpoint, since these steps will be repeated."""
-    from worldsize.checkpoints.format import complete, read, step_of
-    from worldsize.records.metrics import rewind
-
-    saved, evaluated = complete(directory.checkpoints), True
-    if saved:
-        with suppress(CheckpointError):  # a damaged one is refused by those who load it
-            evaluated = read(saved[-1]).facts.get("evaluated", True)
-    rewind(directory.metrics, step_of(saved[-1]) if saved else 0, evaluated=evaluated)
-
-
 def _result(directory: RunDirectory, outcome: Outcome) -> dict[str, Any]:
     """Return rank 0's results, or only the exit reason if there are none, and the checkpoints' digests."""
-    from worldsize.checkpoints.format import COMPLETE, complete
+    from worldsize.checkpoints.format import complete, digest_of
 
-    digests = {path.name: (path / COMPLETE).read_text().strip() for path in complete(directory.checkpoints)}
+    digests = {}
+    for path in complete(directory.checkpoints):
+        try:
+            digests[path.name] = digest_of(path)
+        except CheckpointError as error:  # must not cost the result of a run that did not need it
+            _logger.warning("%s The record leaves that checkpoint out.", error)
     if outcome.exit_code != 0 or not directory.result.exists():
         return {"exit_reason": outcome.exit_reason, "checkpoints": digests}
     return {**read_result(directory), "checkpoints": digests}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from worldsize.errors import WorldsizeError
+from worldsize.files import read_regular
 from worldsize.messages import printable
 from worldsize.reproducibility.code import LARGEST
 from worldsize.reproducibility.private_files import why_private
@@ -28,7 +29,7 @@ def digest_of(folder: Path) -> str:
     """Return the SHA-256 over names and contents of :func:`files_of`."""
     digest = hashlib.sha256()
     for file in files_of(folder):
-        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        content = hashlib.sha256(read_regular(file, at_most=LARGEST)).hexdigest()
         digest.update(f"{file.relative_to(folder).as_posix()} {content}\n".encode())
     return digest.hexdigest()
 
@@ -62,7 +63,7 @@ def keep(folder: Path, target: Path, clean: Callable[[str], str], *, include: Se
                 f"{file} seems to be private ({reason}), and would be copied into the run's folder. "
                 f"Take it out of the plugin, or say that it may be: run.include='[{name}]'."
             )
-        text = file.read_bytes().decode(errors="surrogateescape")
+        text = read_regular(file, at_most=LARGEST).decode(errors="surrogateescape")
         if clean(text) != text:
             raise WorldsizeError(
                 f"{file} holds a secret of this run, and would be copied into its folder. "

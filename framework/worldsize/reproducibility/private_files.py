@@ -12,6 +12,8 @@ from functools import cache, partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from worldsize.records.redaction import is_secret
+
 if TYPE_CHECKING:
     from detect_secrets.plugins.base import RegexBasedDetector
 
@@ -21,8 +23,24 @@ PRIVATE_NAMES = (  # of files, and of folders around them
     *(".netrc", "_netrc", ".npmrc", ".pypirc", ".pgpass", ".git-credentials", ".htpasswd", "kubeconfig*"),
     *("service[-_]account*.json", ".aws", ".azure", ".docker", ".gnupg", ".kube", ".ssh"),
 )
-_HUGGING_FACE = re.compile(r"\bhf_[A-Za-z]{34}\b")
-_GOOGLE = re.compile(r"\bAIza[\w-]{35}\b")
+_KEYS = {  # formats of keys that detect-secrets lacks
+    "Anthropic key": r"\bsk-ant-[\w-]{40}",
+    "Databricks token": r"\bdapi[0-9a-f]{32}",
+    "DigitalOcean token": r"\bdo[opr]_v1_[0-9a-f]{64}\b",
+    "GitHub fine-grained token": r"\bgithub_pat_\w{50}",
+    "Google key": r"\bAIza[\w-]{35}\b",
+    "Groq key": r"\bgsk_[A-Za-z0-9]{40}",
+    "Hugging Face token": r"\bhf_[A-Za-z0-9]{34}\b",
+    "npm token": r"\bnpm_[A-Za-z0-9]{36}\b",
+    "OpenAI key": r"\bsk-(proj|svcacct)-[\w-]{40}",
+    "Replicate token": r"\br8_[A-Za-z0-9]{37}\b",
+    "Vault token": r"\bhv[bs]\.[\w-]{24}",
+}
+_ASSIGNED = re.compile(
+    r"([A-Za-z][\w.-]*)[\"']?[ \t]*[:=][ \t]*[\"']?(?:(?:Bearer|Basic|token)[ \t]+)?([A-Za-z0-9+/=_~-]{16,})"
+    r"(?=[\s\"',;&})\]]|$)"  # else it is code, such as a call
+)
+_RANDOM = re.compile(r"[0-9a-f-]{32,}|(?=.*[a-z])(?=.*[A-Z])(?=.*\d).*")
 
 
 def why_private(path: Path, name: str, *, include: Sequence[str] = ()) -> str | None:
@@ -31,7 +49,8 @@ def why_private(path: Path, name: str, *, include: Sequence[str] = ()) -> str | 
     ``name``: relative to its project, with which the patterns of ``include`` are compared, that overrule this. Of
     Python's sources no name shows anything: ``secret_sharing.py`` is a module.
 
-    The formats of keys are those that detect-secrets knows, and two more. A mode without rights for others shows
+    The formats of keys are those that detect-secrets knows, some more, and a random text that is assigned to a name
+    such as ``DB_PASSWORD`` or ``Authorization``. A mode without rights for others shows
     nothing where the user's files all have it.
     """
     if path.is_symlink() or any(fnmatch(name, pattern) for pattern in include):
@@ -68,12 +87,21 @@ def _known_formats() -> Iterator[tuple[str, Callable[[str], bool]]]:
     from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class  # takes 0.2 s
     from detect_secrets.plugins.base import RegexBasedDetector
 
-    yield "Hugging Face token", lambda text: bool(_HUGGING_FACE.search(text))
-    yield "Google key", lambda text: bool(_GOOGLE.search(text))
+    for kind, pattern in _KEYS.items():
+        yield kind, partial(_has, re.compile(pattern))
+    yield "a random text assigned to a name of a secret", _assigns_secret
     known: Mapping[str, type[Any]] = get_mapping_from_secret_type_to_class()
     for kind, detector in known.items():
         if issubclass(detector, RegexBasedDetector) and kind != "Public IP (ipv4)":
             yield kind, partial(_finds, detector())
+
+
+def _has(pattern: re.Pattern[str], text: str) -> bool:
+    return pattern.search(text) is not None
+
+
+def _assigns_secret(text: str) -> bool:
+    return any(is_secret(name) and _RANDOM.fullmatch(value) for name, value in _ASSIGNED.findall(text))
 
 
 def _finds(detector: RegexBasedDetector, text: str) -> bool:

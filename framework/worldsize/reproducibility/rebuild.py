@@ -18,8 +18,10 @@ from typing import Any, final
 from urllib.parse import urlsplit
 
 from worldsize.errors import WorldsizeError
+from worldsize.files import read_regular
 from worldsize.reproducibility.container import Container
 from worldsize.reproducibility.environment import packages
+from worldsize.strict_json import LARGEST
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,13 @@ def read_lock(environment: Mapping[str, Any], files: Path) -> Lock:
     if not re.fullmatch(r"\d+(\.\d+)+\w*\+?", python, re.ASCII):
         raise WorldsizeError(f"the record names the Python {python!r}, which is no version. It is not to be trusted.")
     lock = next((files / name for name in ("uv.lock", "requirements.txt") if (files / name).is_file()), None)
-    content = lock.read_bytes() if lock else b""
+    content = read_regular(lock, at_most=LARGEST) if lock else b""
     if lock is None or hashlib.sha256(content).hexdigest() != environment["lock_sha256"]:
         raise WorldsizeError(
             f"the lock in {files} is lost or changed, so the environment cannot be rebuilt. Restore it."
         )
     project = files / "pyproject.toml"
-    return Lock(lock.name, content, project.read_bytes() if project.is_file() else None, python)
+    return Lock(lock.name, content, read_regular(project, at_most=LARGEST) if project.is_file() else None, python)
 
 
 def present(code: Path, *, clones: Sequence[Path]) -> Interpreter:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import final
 
 from worldsize.errors import WorldsizeError
+from worldsize.files import read_regular
 
 _POLL = 0.01  # seconds
+_LARGEST = 1 << 16  # bytes of an entry
 
 
 class EndedError(WorldsizeError):
@@ -57,7 +59,7 @@ class Registry:
         files = sorted(self._folder_of(service).glob("epoch_*.json"), key=_epoch_of)
         if not files:
             return None
-        return Entry(_epoch_of(files[-1]), **json.loads(files[-1].read_text()))
+        return Entry(_epoch_of(files[-1]), **json.loads(read_regular(files[-1], at_most=_LARGEST)))
 
     def acquire(self, service: str, epoch: int, address: str, name: str) -> bool:
         """Try to become the server of ``service`` in ``epoch``; return False if another process is."""

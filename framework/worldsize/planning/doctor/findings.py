@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from worldsize.files import read_regular
+from worldsize.strict_json import LARGEST
+
 Facts = Mapping[str, Any]
 REPORT = "report"  # name of the facts that say what follows from all others
 
@@ -29,7 +32,7 @@ def write_facts(folder: Path, name: str, facts: Facts) -> None:
 def read_facts(folder: Path, name: str) -> Facts:
     """Read the file of :func:`write_facts`; return an empty mapping if there is none."""
     with suppress(OSError, ValueError):
-        facts: Facts = json.loads((folder / f"{name}.json").read_text())
+        facts: Facts = json.loads(read_regular(folder / f"{name}.json", at_most=LARGEST))
         return facts
     return {}
 
