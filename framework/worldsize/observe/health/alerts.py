@@ -48,6 +48,9 @@ class HealthAlerts:
         ):
             if limit is not None and value > share * limit:
                 yield NodeAlert(self._node, row["host"], what, value, limit, detail=detail)
+        usable, needed = row.get("cpus"), limits.cpus
+        if usable and needed is not None and usable < needed:
+            yield NodeAlert(self._node, row["host"], "cpus", usable, needed)
         bound = limits.process_memory
         for rank, size in row["resident"].items():
             if bound is not None and size > share * bound:
