@@ -316,7 +316,10 @@ def test_the_rank_that_holds_too_much_is_named_with_its_bytes_and_the_bound() ->
     assert described_alert(vars(alert)) == ("node 1, n1: rank 9 holds 3.46 GB, more than cluster.max_memory (3.00 GB).")
 
 
-def test_ranks_on_fewer_cpus_than_they_need_are_an_alert() -> None:
+def test_ranks_that_are_bound_to_fewer_cpus_than_they_need_are_an_alert(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert told(HealthAlerts(LIMITS, node=1), cpus=1) == [], "the machine has no more"
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
     alerts = HealthAlerts(LIMITS, node=1)
     assert [told(alerts, cpus=cpus) for cpus in (0, 2)] == [[], []], "0: no rank runs yet"
     (alert,) = alerts.judge(row(cpus=1))
