@@ -14,6 +14,10 @@ class ConfigError(WorldsizeError):
     """The configuration cannot run; raised before any process starts where that can be known."""
 
 
+class MissingProgramError(ConfigError):
+    """This machine lacks the program that starts or submits a run; its files can still be written."""
+
+
 class CheckpointError(WorldsizeError):
     """A checkpoint cannot be written, is damaged, or does not fit the run."""
 

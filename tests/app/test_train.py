@@ -194,6 +194,14 @@ REFUSALS = {
         ["cluster.partition=gpu"],
         "only cluster=slurm has the key cluster.partition. Choose it, e.g. +cluster=slurm, or leave the key out.",
     ),
+    "option of the scheduler": (
+        ["+cluster=slurm", "+cluster.mail_type=END"],
+        "no key 'cluster.mail_type'. If the scheduler has such an option, set +cluster.options.mail-type=VALUE.",
+    ),
+    "misspelt key of a scheduler": (
+        ["+cluster=slurm", "cluster.partion=gpu"],
+        "no key 'cluster.partion'; did you mean 'partition'?",
+    ),
     "wrong type": (["steps=many"], "steps='many' is of the wrong type: it takes a whole number."),
     "no number": (["clip_norm=much"], "clip_norm='much' is of the wrong type: it takes a number."),
     "neither true nor false": (["compile=maybe"], "compile='maybe' is of the wrong type: it takes true or false."),

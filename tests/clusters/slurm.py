@@ -34,7 +34,7 @@ SlurmdPidFile={folder}/run/slurmd.%n.pid
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/slurmd.%n.log
 ProctrackType=proctrack/{proctrack}
-TaskPlugin=task/none
+TaskPlugin=task/{task}
 MpiDefault=none
 SwitchType=switch/none
 SelectType=select/cons_tres
@@ -51,7 +51,7 @@ MinJobAge=600
 SlurmctldTimeout=30
 SlurmdTimeout=30
 AccountingStorageType=accounting_storage/none
-NodeName=127.0.0.[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=4000
+NodeName=127.0.0.[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs={cpus} RealMemory=4000
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=10
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=100 PreemptMode=OFF
 """
@@ -160,16 +160,27 @@ def _name(pid: int) -> str:
 
 @contextmanager
 def running(
-    folder: Path, *, port: int, nodes: int = 2, proctrack: str = "linuxproc", inside: Sequence[str] = ()
+    folder: Path,
+    *,
+    port: int,
+    nodes: int = 2,
+    cpus: int = 4,
+    task: str = "none",
+    proctrack: str = "linuxproc",
+    inside: Sequence[str] = (),
 ) -> Iterator[Slurm]:
-    """Run Slurm while the context is open; it takes ``port`` and one port per node after it."""
+    """Run Slurm while the context is open; it takes ``port`` and one port per node after it.
+
+    ``task``: its plugin that binds processes to CPUs, of which each node claims ``cpus``.
+    """
     slurm = Slurm(folder, inside)
     for name in ("munge", "state", "run", "log"):
         (folder / name).mkdir(mode=0o700 if name == "state" else 0o755, parents=True)
     folder.chmod(0o755)
     (folder / "cgroup.conf").write_text(_CGROUPS)
     shape = {"port": port, "first": port + 1, "last": port + nodes, "nodes": nodes}
-    names = {"folder": folder, "proctrack": proctrack, "host": socket.gethostname().split(".")[0], "user": getuser()}
+    host, plugins = socket.gethostname().split(".")[0], {"proctrack": proctrack, "task": task, "cpus": cpus}
+    names = {"folder": folder, "host": host, "user": getuser(), **plugins}
     (folder / "slurm.conf").write_text(_CONF.format(**shape, **names))
     try:
         _start(slurm, nodes)
@@ -193,7 +204,7 @@ def running_on(hosts: Hosts, folder: Path, *, port: int) -> Iterator[Slurm]:
         command.write_text(f'#!/bin/sh\nexec ip netns exec {hosts.name}h{last} {_program(name)} "$@"\n')
         command.chmod(0o755)
     shape = {"port": port, "first": port + 1, "last": port + 1, "nodes": 0, "host": f"h{last}"}
-    names = {"folder": folder, "proctrack": "linuxproc", "user": getuser()}
+    names = {"folder": folder, "proctrack": "linuxproc", "task": "none", "cpus": 4, "user": getuser()}
     nodes = f"NodeName=h[1-{last - 1}] Port={port + 1} CPUs=4 RealMemory=4000"
     lines = _CONF.format(**shape, **names).replace("(127.0.0.1)", "").splitlines()
     lines = [nodes if line.startswith("NodeName=") else line for line in lines]

@@ -227,10 +227,20 @@ def test_a_job_that_slurm_refuses_is_refused_in_its_own_words_and_leaves_nothing
     assert run.folder is None
 
 
-def test_without_slurm_nothing_is_started(train: Any) -> None:
+def test_without_slurm_nothing_is_started_but_the_job_can_be_written(train: Any) -> None:
     run = train(*DIGITS, *ON_SLURM, "steps=30", PATH="/nowhere")
     assert run.code == 2
     assert "sbatch is not found" in run.error
+    assert run.folder is None
+    run = train(*DIGITS, *ON_SLURM, "steps=30", "launch=write", PATH="/nowhere")
+    assert run.code == 0, run.error
+    assert "#SBATCH --job-name=digits-ddp\n" in (run.folder / "slurm.sh").read_text()
+
+
+def test_the_array_of_a_sweep_is_shown_before_it_is_submitted(submit: Any) -> None:
+    run = submit("--multirun", "seed=1,2,3", "launch=show")
+    assert run.code == 0, run.error
+    assert run.output.count("#!/bin/bash") == run.output.count("#SBATCH --array=0-2\n") == 1
     assert run.folder is None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
+from itertools import count, repeat
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from worldsize.core import (
     StepResult,
     World,
 )
+from worldsize.engine.agreement import Wishes
 from worldsize.engine.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 from worldsize.testing.worlds import run_in_worlds
 
@@ -103,12 +104,27 @@ def test_a_run_that_is_asked_to_end_saves_without_examining_its_last_step() -> N
         lambda step: {},
         lambda event: None,
         save=lambda progress: log.append(f"saved {progress.step}"),
-        wants_stop=lambda: True,
+        wishes=lambda: Wishes(stop=True),
         examine=lambda done: log.append(f"examined {done.step}"),
     )
     fit(Idle(), repeat([]), ALONE, config=LoopConfig(9, batch_size=1, log_every=1), callbacks=callbacks)
     assert log[-1].startswith("saved")
     assert f"examined {log[-1].removeprefix('saved ')}" not in log
+
+
+def test_an_overdue_save_follows_on_all_ranks_once_the_last_finds_it_so() -> None:
+    def saves(world: World) -> list[int]:
+        saved, asked = [0], count(1)
+        callbacks = LoopCallbacks(
+            lambda step: {},
+            lambda event: None,
+            save=lambda progress: saved.append(progress.step),
+            wishes=lambda: Wishes(save=next(asked) - saved[-1] >= 3 + 2 * world.rank),
+        )
+        fit(Idle(), repeat([]), world, config=LoopConfig(12, batch_size=1, log_every=1), callbacks=callbacks)
+        return saved
+
+    assert run_in_worlds(saves, 2) == [[0, 6, 12]] * 2
 
 
 @pytest.mark.parametrize(

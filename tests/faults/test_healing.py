@@ -351,7 +351,8 @@ def test_what_cannot_heal_is_refused_before_the_start(train: Any, options: tuple
 
 def test_saves_by_measured_cost_go_on_over_changes_that_come_faster_than_they(train: Any, undisturbed: Any) -> None:
     """The first save is due after 10 steps, though no membership lasts that long until then."""
-    more = ("checkpoint.every=auto", "checkpoint.at_end=false", "launcher.max_restarts=1", "evaluate_every=0")
+    every = ("checkpoint.every=auto", "cluster.mtbf_hours=0.1", "checkpoint.at_end=false")
+    more = (*every, "launcher.max_restarts=1", "evaluate_every=0")
     run = train(*OPTIONS, *FOUR, HEAL, *more, faults(kill(1, 4), kill(2, 8)))
     assert run.code == 0, run.error
     assert len(memberships(run.folder)) >= 3

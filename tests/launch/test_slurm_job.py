@@ -5,11 +5,15 @@ from __future__ import annotations
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from worldsize.core import Cluster, Plan, Role
+from worldsize.config.cluster import cluster_of
+from worldsize.core import Cluster, ConfigError, Plan, Role
 from worldsize.launch.slurm import Slurm
+
+BASE: dict[str, Any] = {"name": "slurm", "nodes": 2, "processes": 4, "device": "cpu"}
 
 
 @pytest.fixture
@@ -49,9 +53,43 @@ def test_a_job_of_an_array_is_asked_for_by_its_place(answers: Path, monkeypatch:
     answers.write_text("JobId=7 JobState=RUNNING Restarts=1")
     assert Slurm(node_timeout=0.1).is_current()
     plans = [Plan(answers.parent / name, Cluster("slurm", 2, 2, "cpu", "gloo"), {}, {}) for name in ("a", "b")]
-    script = Slurm()._script(plans[0].cluster, plans)
+    script = Slurm().describe_all(plans)
     assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in script
     assert 'requeue "$SLURM_JOB_ID"' not in script
+
+
+def options(folder: Path, cluster: Cluster, **given: Any) -> list[str]:
+    """Return the options of sbatch in the job script of a launcher with the cluster options ``given``."""
+    script = Slurm(**given).describe(Plan(folder, cluster, {}, {}))
+    return [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
+
+
+def test_a_job_asks_for_the_cpus_that_its_processes_need(tmp_path: Path) -> None:
+    config = {**BASE, "threads": 3}
+    cluster = cluster_of(config, threads=None, data_workers=2)
+    assert "cpus-per-task=10" in options(tmp_path, cluster)  # 2 processes of 3 threads and 2 data workers
+    assert "cpus-per-task=6" in options(tmp_path, cluster_of(BASE, threads=1, data_workers=2))
+    assert "cpus-per-task=4" in options(tmp_path, cluster_of(BASE, threads=None, data_workers="auto"))
+    assert "cpus-per-task=5" in options(tmp_path, cluster, cpus_per_task=5)
+    assert "cpus-per-task=5" in options(tmp_path, cluster, cpus_per_task=5, exclusive=True)
+
+
+def test_a_node_of_its_own_is_used_with_all_its_cpus(tmp_path: Path) -> None:
+    plan = Plan(tmp_path, cluster_of(BASE, threads=None), {}, {})
+    script = Slurm(exclusive=True).describe(plan)
+    assert "cpus-per-task" not in script
+    assert "srun --ntasks-per-node=1 --cpu-bind=none " in script
+
+
+def test_gpus_are_asked_for_once_with_their_type(tmp_path: Path) -> None:
+    cluster = cluster_of(BASE, threads=None)
+    assert "gpus-per-node=2" in options(tmp_path, cluster, gpus_per_node=2)
+    assert "gpus-per-node=a100:2" in options(tmp_path, cluster, gpus_per_node=2, gpu_type="a100")
+    for other in ({"gres": "gpu:a100:2"}, {"gpus": 2}, {"gpus-per-task": 1}, {"tres-per-node": "gres/gpu:2"}):
+        with pytest.raises(ConfigError, match=r"cluster.gpus_per_node and cluster.options.[\w-]+ both ask for GPUs"):
+            Slurm(gpus_per_node=2, options=other).check(cluster)
+    with pytest.raises(ConfigError, match=r"cluster.gpu_type=a100, but the job asks for no GPUs"):
+        Slurm(gpu_type="a100").check(cluster)
 
 
 def test_a_node_that_cannot_ask_slurm_does_not_go_on(answers: Path) -> None:

@@ -60,7 +60,7 @@ CALM: HealthRow = {
 }
 HOT = {"index": 3, "utilisation": 0.4, "memory": 0.9, "temperature": 95, "slowed_by": ["temperature"], "ecc_errors": 0}
 LIMITS = HealthLimits(
-    every=20.0, memory=0.95, process_memory=3e9, swap=1e6, disk=0.9, temperature=90.0, network_errors=60.0
+    every=20.0, memory=0.95, process_memory=3e9, swap=1e6, disk=0.9, temperature=90.0, network_errors=60.0, cpus=2
 )
 
 
@@ -212,6 +212,7 @@ def test_a_line_has_what_happened_between_two_readings() -> None:
         disk=Memory(1, 10),
         network=Network(1000, 2000, 3),
         resident={0: 5},
+        cpus={0, 1},
         gpus=[GpuReading(0, 0.5, 0.5, 60, (), 4), GpuReading(1, None, None, None, ("temperature",), None)],
     )
     # 16 s of 20 on 2 cores are busy; process 1 used 6 s and process 3 is new with 4 s; process 2 has ended
@@ -244,6 +245,7 @@ def test_a_line_has_what_happened_between_two_readings() -> None:
         "sent": 0.0,  # a counter that was set back
         "network_errors": 18.0,
         "resident": {"1": 8, "3": 7},
+        "cpus": 2,
         "gpus": [
             {"index": 0, "utilisation": 0.9, "memory": 0.5, "temperature": 61, "slowed_by": (), "ecc_errors": 2},
             {"index": 1, "slowed_by": ("temperature",)},
@@ -260,6 +262,7 @@ def test_a_line_has_what_happened_between_two_readings() -> None:
         {"memory": "nan"},
         {"resident": {"../x": 1}},
         {"resident": [1]},
+        {"cpus": "two"},
         {"gpus": [{"index": 0}]},
         {"gpus": [{**HOT, "temperature": "hot"}]},
         {"gpus": [{**HOT, "slowed_by": [3]}]},
@@ -311,6 +314,18 @@ def test_the_rank_that_holds_too_much_is_named_with_its_bytes_and_the_bound() ->
     (alert,) = HealthAlerts(LIMITS, node=1).judge(row(resident={"8": 10**9, "9": 3_456_000_000}))
     assert (alert.what, alert.rank, alert.value, alert.limit) == ("process_memory", 9, 3_456_000_000, 3e9)
     assert described_alert(vars(alert)) == ("node 1, n1: rank 9 holds 3.46 GB, more than cluster.max_memory (3.00 GB).")
+
+
+def test_ranks_that_are_bound_to_fewer_cpus_than_they_need_are_an_alert(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert told(HealthAlerts(LIMITS, node=1), cpus=1) == [], "the machine has no more"
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    alerts = HealthAlerts(LIMITS, node=1)
+    assert [told(alerts, cpus=cpus) for cpus in (0, 2)] == [[], []], "0: no rank runs yet"
+    (alert,) = alerts.judge(row(cpus=1))
+    expected = "node 1, n1: its processes need 2 CPUs (cluster.threads, data_workers) and may run on 1."
+    assert described_alert(vars(alert)) == expected
+    assert told(alerts, cpus=1) == []
 
 
 def test_a_slow_rank_is_explained_by_what_its_host_suffers_most_of_the_time() -> None:

@@ -52,12 +52,12 @@ def test_events_count_failures_in_a_row_and_name_the_step_of_a_restart(made: Mad
     assert failed == [(2, 1, 1), (3, 1, 2), (5, 4, 1)]
     assert [each.step for each in events if isinstance(each, CheckpointSaved)] == [1, 4]
     assert [each["step"] for each in checkpoints.failed_saves()] == [2, 3, 5]
-    assert not checkpoints.wants_stop()
+    assert not checkpoints.wishes().stop
 
 
 def test_a_failed_save_asks_for_a_stop_only_where_the_configuration_does(made: Made) -> None:
     checkpoints, _ = made(2, {1}, "stop")
-    assert checkpoints.wants_stop()
+    assert checkpoints.wishes().stop
     with pytest.raises(SaveFailedError, match="the checkpoint of step 1 could not be written"):
         checkpoints.check_stop()
 

@@ -7,12 +7,15 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.outcome import outcome
-from worldsize.checkpoints.format import complete, read
+from tests.own_recipe import write_recipe
+from worldsize.checkpoints.format import complete, read, step_of
 from worldsize.core import SaveIntervalChanged
 from worldsize.cost.checkpoints import expected_seconds, interval_seconds, mtbf_seconds
 from worldsize.worker.save_interval import SaveInterval
@@ -54,6 +57,9 @@ class Fixed:
     def is_due(self, step: int) -> bool:
         return step % self.steps == 0
 
+    def is_overdue(self) -> bool:
+        return False
+
     def begin_step(self, *, in_flight: bool) -> None:
         """Measure nothing."""
 
@@ -83,7 +89,7 @@ def goodput(make: Callable[[Clock, int], SaveInterval | Fixed], mtbf: float, see
             for step in range(saved + 1, STEPS + 1):
                 interval.begin_step(in_flight=False)
                 clock.spend(STEP)
-                if interval.is_due(step) or step == STEPS:
+                if interval.is_due(step) or interval.is_overdue() or step == STEPS:
                     with interval.saving(step):
                         interval.agree(step)
                         clock.spend(SAVE)
@@ -95,11 +101,61 @@ def goodput(make: Callable[[Clock, int], SaveInterval | Fixed], mtbf: float, see
 
 def automatic(clock: Clock, failures: int, *, declared: float | None) -> SaveInterval:
     rule = partial(_mtbf, declared)
-    return SaveInterval(None, rule, emit=lambda event: None, failures=failures, seconds=clock.now, clock=clock)
+    given: dict[str, Any] = {"failures": failures, "seconds": clock.now, "declared": declared is not None}
+    return SaveInterval(None, rule, emit=lambda event: None, clock=clock, **given)
 
 
 def _mtbf(declared: float | None, failures: int, seconds: float) -> float:
     return mtbf_seconds(declared, 1, failures=failures, seconds=seconds)
+
+
+def saves_of(cost: float, seconds: float, *, growth: float = 1.0) -> list[float]:
+    """Return the times of the saves of a run that declares no failures and has none.
+
+    Args:
+        cost: Seconds of a save.
+        seconds: Duration of the run.
+        growth: Factor by which its steps become slower after each save.
+    """
+    clock, step_seconds, times = Clock(1e12, 0), 0.5, list[float]()
+    interval = automatic(clock, 0, declared=None)
+    interval.resume(0, {})
+    step = 0
+    while clock.now < seconds:
+        step += 1
+        interval.begin_step(in_flight=False)
+        clock.spend(step_seconds)
+        if interval.is_due(step) or interval.is_overdue():
+            times.append(clock.now)
+            step_seconds *= growth
+            with interval.saving(step):
+                interval.agree(step)
+                clock.spend(cost)
+    return times
+
+
+def test_a_run_that_declares_nothing_saves_every_ten_minutes() -> None:
+    for growth in (1.0, 1.2, 0.8):  # also if its steps become slower or faster
+        times = saves_of(0.1, 10_000.0, growth=growth)
+        assert max(later - earlier for earlier, later in pairwise([0.0, *times])) <= 600.0
+    assert len(saves_of(0.1, 10_000.0)) < 20, "and no more often"
+
+
+def test_saves_that_take_long_take_one_percent_of_the_time() -> None:
+    times = saves_of(20.0, 50_000.0)
+    assert times[0] <= 600.0, "nothing is known of them yet"
+    assert min(later - earlier for earlier, later in pairwise(times)) >= 2000.0
+    assert len(times) > 20
+
+
+def test_a_run_of_seconds_saves_only_at_its_end() -> None:
+    assert saves_of(0.001, 500.0) == []
+
+
+def test_a_run_that_has_failed_saves_early() -> None:
+    interval = automatic(Clock(1e12, 0), 1, declared=None)
+    interval.resume(0, {})
+    assert [interval.is_due(step) for step in (9, 10)] == [False, True]
 
 
 @pytest.mark.parametrize("mtbf", [600.0, 3600.0, 20_000.0])
@@ -169,8 +225,32 @@ def test_a_run_saves_by_itself_and_ends_with_the_same_bits(
     recorded = [read(path).facts["save_interval"] for path in complete(run.folder / "checkpoints")]
     assert recorded[-1].keys() == {"steps", "save_seconds", "step_seconds"}
     assert any(row["event"] == "save_interval" and row["save_seconds"] > 0 for row in rows)
-    assert "since a save costs" in run.output + run.error
+    assert "a save costs" in run.output + run.error
     assert outcome(run.folder) == outcome(train(*words).folder)
+
+
+HASTY = """\
+from recipes.digits.recipe import Digits
+from worldsize.cost import checkpoints
+
+checkpoints.LONGEST = 0.2  # instead of ten minutes
+
+
+class Hasty(Digits): ...
+"""
+
+
+def test_by_default_a_run_saves_on_the_way_and_ends_with_the_same_bits(train: Any, tmp_path: Path) -> None:
+    target = "defaults: [digits, _self_]\nrecipe: {_target_: recipes.hasty.recipe.Hasty}\n"
+    write_recipe(tmp_path, "hasty", HASTY, hasty=f"# @package _global_\n{target}")
+    slow = "faults=[{action: sleep, rank: 1, step: null, seconds: 0.05}]"
+    words = ("steps=30", "cluster.processes=2", "cluster.threads=1", "checkpoint.keep.last=99")
+    run = train("recipe=hasty", *words, slow)
+    assert run.code == 0, run.error
+    assert len(complete(run.folder / "checkpoints")) > 1  # after the first, 1 % of the time decides
+    usual = train("recipe=digits", *words)
+    assert [step_of(path) for path in complete(usual.folder / "checkpoints")] == [30]
+    assert outcome(run.folder)["state_digest"] == outcome(usual.folder)["state_digest"]
 
 
 def test_what_one_gang_hands_on_is_what_the_next_goes_on_with() -> None:

@@ -36,9 +36,9 @@ def main() -> None:
         console.print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
         if failure:
             console.print(f"  {failure}", style="red")
-    for run, error in zip(runs, errors[1:], strict=True):
-        if error:
-            print(printable(f"{run.path}: {error}"), file=sys.stderr)
+    for run, message in zip(runs, errors[1:], strict=True):
+        if message:
+            print(printable(f"{run.path}: {message}"), file=sys.stderr)
 
 
 def _row(run: RunDirectory) -> tuple[Row, str | None, str | None]:

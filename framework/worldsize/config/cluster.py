@@ -10,8 +10,13 @@ from worldsize.devices import default_backend
 from worldsize.errors import ConfigError
 
 
-def cluster_of(node: Mapping[str, Any], threads: int | None) -> Cluster:
-    """Return the cluster that ``node`` describes; ``threads``: those of a process if it does not say.
+def cluster_of(node: Mapping[str, Any], threads: int | None, data_workers: int | str = 0) -> Cluster:
+    """Return the cluster that ``node`` describes.
+
+    Args:
+        node: The section ``cluster`` of the configuration.
+        threads: Threads of each process if ``node`` does not give them.
+        data_workers: Processes that load the data of each process; "auto" counts as one.
 
     Raises:
         ConfigError: values that contradict each other.
@@ -20,13 +25,16 @@ def cluster_of(node: Mapping[str, Any], threads: int | None) -> Cluster:
     tiers, around = _tiers(node.get("tiers") or {}, node["nodes"])
     if around in links:
         links["network"] = links[around]
+    threads = node.get("threads") or threads
+    loading = 1 if data_workers == "auto" else int(data_workers)
     return Cluster(
         name=node["name"],
         nodes=node["nodes"],
         processes=node["processes"],
         device=node["device"],
         backend=node.get("backend") or default_backend(node["device"]),
-        threads=node.get("threads") or threads,
+        threads=threads,
+        cpus_per_process=(threads or 1) + loading,
         timeout=node.get("timeout", 600.0),
         interface=node.get("interface"),
         hca=node.get("hca"),

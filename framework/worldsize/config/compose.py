@@ -27,7 +27,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 
 from worldsize.config import schema
 from worldsize.config.command_line import brings_files, folder_of_flags, hydra_of_first_point, normalised
-from worldsize.config.explain import explain
+from worldsize.config.explain import explain, scheduler_option
 from worldsize.config.files_read import forget_files, place_of
 from worldsize.config.launcher_schema import LauncherSource
 from worldsize.config.objective import SweepEnded
@@ -308,7 +308,9 @@ def _check_keys(node: DictConfig, path: str) -> None:
     known = {field.name for field in fields(kind)} if is_dataclass(kind) else set(map(str, node))
     for key in map(str, node):
         if key not in known:
-            raise ConfigError(f"no key '{path}{key}'{neighbours(key, known)}{place_of(f'{path}{key}')}")
+            scheduler = scheduler_option(path.rstrip("."), key, known)
+            more = f". {scheduler}" if scheduler else neighbours(key, known)
+            raise ConfigError(f"no key '{path}{key}'{more}{place_of(f'{path}{key}')}")
         child = cast("Node", node._get_node(key))
         if child._is_missing():
             example = "[a,b]" if OmegaConf.is_list(child) else "VALUE"

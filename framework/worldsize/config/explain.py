@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
@@ -68,7 +68,7 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
             f"this recipe takes no {name}=... A recipe that does says so in the defaults list of its YAML file, "
             f"e.g. with '- /{name}: null'."
         )
-    is_misspelt = bool(get_close_matches(name, known, n=1, cutoff=0.8))
+    is_misspelt = _is_misspelt(name, known)
     if parent == "cluster" and not is_misspelt and (having := _clusters_with(name)):
         return (
             f"only cluster={' or '.join(having)} has the key cluster.{name}. Choose it, e.g. +cluster={having[-1]}, or "
@@ -76,8 +76,21 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
         )
     # a node with a target takes its arguments, which the YAML may leave out
     shown = f"{parent}.{name}" if parent else key
+    if scheduler := scheduler_option(parent, name, known):
+        return f"no key {shown!r}. {scheduler}"
     more = f" If its _target_ takes {name!r}, add it: +{key}=VALUE." if "_target_" in known and shown == key else ""
     return f"no key {shown!r}{neighbours(name, known)}{more}{_of_the_run(name) if parent else ''}"
+
+
+def _is_misspelt(name: str, known: Iterable[str]) -> bool:
+    return bool(get_close_matches(name, known, n=1, cutoff=0.8))
+
+
+def scheduler_option(parent: str, name: str, known: Collection[str]) -> str:
+    """Return how to set ``parent.name`` if it may be an option of the cluster's scheduler; empty if it cannot."""
+    if parent != "cluster" or "options" not in known or _is_misspelt(name, known):
+        return ""
+    return f"If the scheduler has such an option, set +cluster.options.{name.replace('_', '-')}=VALUE."
 
 
 def _clusters_with(name: str) -> list[str]:

@@ -130,8 +130,8 @@ class RunSchema:
 
 @dataclass
 class CheckpointSchema:
-    """``every``: steps between saves (0: none in between; auto: as measured saves and expected failures cost least);
-    ``at_end``: one after the last step.
+    """``every``: steps between saves (0: none in between; auto: as measured saves and expected failures cost least,
+    and every ten minutes); ``at_end``: one after the last step.
 
     ``signals`` ask for a save and an end with exit code 75. ``ignore``: parts of the state that a resumed run leaves
     as they are: model, optimizer, schedule, scaler, ema, or hyperparameters; of checkpoints up to step ``ignore_until``
@@ -140,7 +140,7 @@ class CheckpointSchema:
     shards state, steps from one copy of each shard in the memory of a peer to the next.
     """
 
-    every: Annotated[int | str, _INTERVAL, _LARGEST, OneOf("auto", hint="A number of steps is taken, too.")] = 0
+    every: Annotated[int | str, _INTERVAL, _LARGEST, OneOf("auto", hint="A number of steps is taken, too.")] = "auto"
     at_end: bool = True
     keep: Any = None
     signals: list[str] = field(default_factory=list)

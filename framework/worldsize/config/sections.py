@@ -176,14 +176,15 @@ class ObserveConfig:
     listeners: Mapping[str, Callable[..., Listener]]  # by the name used in warnings
 
     @staticmethod
-    def of(config: Mapping[str, Any], listeners: Mapping[str, Callable[..., Listener]]) -> ObserveConfig:
+    def of(config: Mapping[str, Any], listeners: Mapping[str, Callable[..., Listener]], *, cpus: int) -> ObserveConfig:
+        """Read the sections about observing; ``cpus``: CPUs that the processes of a node need."""
         steps = config["profile"]["steps"]
         if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ConfigError(f"profile.steps={steps} must be the first and the last step to trace, e.g. [10,12].")
         profiled = cast("tuple[int, int]", tuple(steps)) if steps else None
         observe = config["observe"]
         health = dict(observe.get("health") or {"every": 0})  # older runs have none
-        limits = HealthLimits(**health, process_memory=config["cluster"].get("max_memory"))
+        limits = HealthLimits(**health, process_memory=config["cluster"].get("max_memory"), cpus=cpus)
         return ObserveConfig(observe["step_breakdown"], limits if limits.every else None, profiled, listeners)
 
 

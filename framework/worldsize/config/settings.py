@@ -154,11 +154,11 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     allowed = _allowed(config)
     check_targets(config, allowed)
     training = TrainingConfig.of(config)
-    observe = ObserveConfig.of(config, _listeners(config, allowed))
     keep = build(config["checkpoint"]["keep"], Retention, allowed=allowed, key="checkpoint.keep")
     checkpoint = CheckpointConfig.of(config["checkpoint"], keep)
     determinism = build(config["reproducibility"], Determinism, allowed=allowed, key="reproducibility")
-    cluster = cluster_of(config["cluster"], determinism.threads)
+    cluster = cluster_of(config["cluster"], determinism.threads, training.data_workers)
+    observe = ObserveConfig.of(config, _listeners(config, allowed), cpus=cluster.cpus_per_node)
     strategy = build(config["strategy"], Strategy, allowed=allowed, key="strategy")  # type: ignore[type-abstract]
     check_reduce(strategy)
     check_backend(cluster.backend)  # the strategy's module may have registered it

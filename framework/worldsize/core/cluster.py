@@ -60,6 +60,7 @@ class Cluster:
         device: Kind of device on which processes train, by torch's name: "cpu", "cuda", "xpu".
         backend: Backend of torch.distributed, such as "gloo" or "nccl".
         threads: Threads of each process; None: the node's cores divided by its processes.
+        cpus_per_process: CPUs that each process needs, for its threads and for the processes that load its data.
         timeout: Seconds that a process waits for its peers.
         interface: Network interface of the collectives; None: the one with a route to the first node.
         hca: InfiniBand adapters that NCCL may use (NCCL_IB_HCA).
@@ -85,6 +86,7 @@ class Cluster:
     device: str
     backend: str
     threads: int | None = None
+    cpus_per_process: int = 1
     timeout: float = 600.0
     interface: str | None = None
     hca: str | None = None
@@ -105,6 +107,11 @@ class Cluster:
     def processes_per_node(self) -> int:
         """Number of processes on each node."""
         return self.processes // self.nodes
+
+    @property
+    def cpus_per_node(self) -> int:
+        """Number of CPUs that the processes of a node need."""
+        return self.processes_per_node * self.cpus_per_process
 
     @property
     def all_nodes(self) -> int:

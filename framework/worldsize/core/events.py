@@ -160,7 +160,8 @@ class NodeAlert:
     Attributes:
         node: Index of the node.
         host: Name of its host.
-        what: The figure: "memory", "process_memory", "swap", "disk", "network", "temperature", "throttled" or "ecc".
+        what: The figure: "memory", "process_memory", "swap", "disk", "network", "cpus", "temperature", "throttled" or
+            "ecc".
         value: The figure, in the unit of its limit in :class:`HealthLimits`.
         limit: The limit.
         rank: Global rank of the process that it is about; None: it is about the node.

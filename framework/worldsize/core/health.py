@@ -17,6 +17,7 @@ class HealthLimits:
         disk: Share of the file system of the run folder that is in use.
         temperature: Degrees Celsius of a GPU.
         network_errors: Errors of the network interfaces in a minute.
+        cpus: CPUs that the run's processes on a node need; an alert is raised if they are bound to fewer.
     """
 
     every: float
@@ -26,3 +27,4 @@ class HealthLimits:
     disk: float | None = None
     temperature: float | None = None
     network_errors: float | None = None
+    cpus: int | None = None

@@ -204,6 +204,10 @@ class BatchLauncher(LaunchMethod):
             ConfigError: the scheduler refuses the job.
         """
 
+    def describe_all(self, plans: Sequence[Plan]) -> str:
+        """Describe what :meth:`submit_all` would submit. By default each run is a separate job."""
+        return "\n".join(map(self.describe, plans))
+
     def submit_all(self, plans: Sequence[Plan]) -> Sequence[str | None]:
         """Submit the runs of a sweep, all of one shape, and return their ids. By default each is a separate job."""
         return [self.submit(plan) for plan in plans]

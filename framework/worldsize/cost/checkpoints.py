@@ -8,6 +8,9 @@ import math
 # (arXiv:2407.21783), section 3.3.4, counts 419 unexpected interruptions of 16,384 GPUs in 54 days.
 USUAL_MTBF_HOURS = 54 * 24 * (16384 / 8) / 419
 
+LONGEST = 570.0  # seconds from one save to the next that is cheap, so that it is begun within ten minutes
+_SHARE = 0.01  # of the time, that saves may take by themselves
+
 
 def mtbf_seconds(mtbf_hours: float | None, nodes: int, *, failures: int = 0, seconds: float = 0.0) -> float:
     """Return the expected seconds between two failures of a run, from what was declared and what was seen.
@@ -41,6 +44,23 @@ def interval_seconds(save_seconds: float, mtbf: float) -> float:
         return mtbf
     ratio = math.sqrt(save_seconds / (2 * mtbf))
     return math.sqrt(2 * save_seconds * mtbf) * (1 + ratio / 3 + ratio**2 / 9) - save_seconds
+
+
+def longest_seconds(save_seconds: float) -> float:
+    """Return the seconds from one save to the next after which it is overdue: ten minutes, or 1 % of the time."""
+    return max(LONGEST, save_seconds / _SHARE)
+
+
+def chosen_seconds(save_seconds: float, mtbf: float, *, is_expected: bool) -> float:
+    """Return the seconds of training between two saves that ``checkpoint.every=auto`` chooses.
+
+    Args:
+        save_seconds: Seconds by which a save holds up training.
+        mtbf: Mean seconds between two failures of the run.
+        is_expected: Whether failures were declared or seen. If not, saves take at most 1 % of the time.
+    """
+    best = interval_seconds(save_seconds, mtbf)
+    return min(best if is_expected else max(best, save_seconds / _SHARE), longest_seconds(save_seconds))
 
 
 def expected_seconds(work: float, interval: float, save_seconds: float, mtbf: float, restart: float) -> float:

@@ -35,6 +35,7 @@ from worldsize.records.lock import is_locked
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened
 from worldsize.world.environments import Node, job_of, lost_first, meeting_name, node, port_of
+from worldsize.world.pinning import FEW_CPUS, few_cpus
 
 _logger = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ def agent(run: RunDirectory) -> int:
     launcher = settings.launcher if isinstance(settings.launcher, NodeLauncher) else Lead()  # started by hand
     if settings.run.examine:
         return examine(settings, launcher, plan, run, place, port=_port(settings, run))
+    if lack := few_cpus(cluster, len(os.sched_getaffinity(0))):
+        _logger.warning("%s: %s. %s", socket.gethostname(), lack, FEW_CPUS)
     if place.rank == 0:
         return _lead(settings, launcher, plan, run, place)
     return _follow(settings, launcher, plan, run, place)

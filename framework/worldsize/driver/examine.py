@@ -7,6 +7,7 @@ folder that cannot be written hides the rest.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import shutil
 import time
@@ -94,6 +95,7 @@ def _facts(settings: Settings, run: RunDirectory, place: Node, port: int) -> dic
         **facts_of(settings.recipe, place),
         "data": _unreadable(settings.recipe),
         "folder": {"path": str(run.path), "error": None, "free": shutil.disk_usage(run.path).free},
+        "cpus": len(os.sched_getaffinity(0)),
         "devices": device_count(settings.cluster.device) if settings.cluster.device != "cpu" else 0,
         "first": _first(place, port),
         "interface": _interface(settings.cluster, place),

@@ -23,7 +23,7 @@ from worldsize.config.learning_rate import update_text
 from worldsize.config.objective import Trial, is_search, value_of
 from worldsize.config.remembering import check_resumes
 from worldsize.config.settings import Settings
-from worldsize.core import AgentLauncher, BatchLauncher, Failure, Launcher, Plan
+from worldsize.core import AgentLauncher, BatchLauncher, Failure, Launcher, LaunchMethod, Plan
 from worldsize.cost.crossings import crossings_text
 from worldsize.data.balanced import sample_lengths
 from worldsize.data.source import check_paths
@@ -31,7 +31,7 @@ from worldsize.driver.hints import command_line
 from worldsize.driver.record import amend_record, check_same, scrubber_of, with_secrets, write_record
 from worldsize.driver.restarts import run_attempts
 from worldsize.driver.scheduled import wait_for
-from worldsize.errors import ConfigError, RunFolderError, WorldsizeError
+from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, WorldsizeError
 from worldsize.messages import outlive_output
 from worldsize.observe.summary import show_summary
 from worldsize.planning.construction import check_construction, check_trainable
@@ -65,7 +65,8 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
     lengths = lengths_of(cfg)
     settings = checked(cfg)
     check_effects(cfg)
-    if is_sweep() and isinstance(settings.launcher, BatchLauncher):
+    is_submitted_together = isinstance(settings.launcher, BatchLauncher) and is_sweep()
+    if is_submitted_together:
         _check_submission(settings.launcher)
     if settings.initial:
         makes_rows = any(role.serves for role in settings.roles.values())
@@ -75,8 +76,11 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
     if cfg.launch == "show":
         for key, text in lengths.items():
             print(f"{key}: {text} = {OmegaConf.select(cfg, key):,} steps")
-        return Trial(_show(settings, plan))
-    settings.launcher.check(settings.cluster)
+        if is_submitted_together:
+            sweep.append(Launch(settings, plan, run))
+            return Trial(0)
+        return Trial(_show([plan], settings))
+    _check(settings, is_started=cfg.launch == "run")
     clean = scrubber_of(cfg, settings)
     plan = with_secrets(settings, plan, clean)
     outlive_output()
@@ -86,7 +90,7 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
         settings.launcher.write(plan)
         print(f"{settings.launcher.describe(plan)}\nwritten to {run.path}; nothing was started")
         return Trial(0)
-    if isinstance(settings.launcher, BatchLauncher) and is_sweep():
+    if is_submitted_together:
         sweep.append(Launch(settings, plan, run))
         return Trial(0)
     code = _start(settings, plan, run, opened(run))
@@ -95,7 +99,17 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
     return Trial(code, value_of(cfg.sweep, read_result(run)["metrics"]))
 
 
-def _check_submission(launcher: BatchLauncher) -> None:
+def _check(settings: Settings, *, is_started: bool) -> None:
+    """Ask the launcher whether it can start the run; what is only written may be started on another machine."""
+    try:
+        settings.launcher.check(settings.cluster)
+    except MissingProgramError as error:
+        if is_started:
+            raise
+        _logger.warning("%s", error)
+
+
+def _check_submission(launcher: LaunchMethod) -> None:
     """Raise ConfigError if the launcher cannot submit the runs of this sweep together."""
     name = type(launcher).__name__
     if is_search():
@@ -165,21 +179,26 @@ def _record_failed_start(run: RunDirectory, failure: Failure, world_size: int) -
         record.give_up(f"{failure.host}: {failure.cause}", unstarted=world_size)
 
 
-def _show(settings: Settings, plan: Plan) -> int:
+def _show(plans: Sequence[Plan], settings: Settings) -> int:
+    """Show what would start the run, or the runs of a sweep, of which ``settings`` are the first one's."""
+    cluster, launcher = settings.cluster, settings.launcher
     try:
-        settings.launcher.check(settings.cluster)
+        launcher.check(cluster)
     except ConfigError as error:
         _logger.warning("this would be refused here: %s", error)
-    notes = [update_text(settings), crossings_text(plan.cluster, settings.strategy.groups(plan.cluster))]
-    print(settings.launcher.describe(plan), *(f"# {note}" for note in notes if note), sep="\n")  # comments in scripts
+    notes = [update_text(settings), crossings_text(cluster, settings.strategy.groups(cluster))]
+    shown = launcher.describe_all(plans) if isinstance(launcher, BatchLauncher) else launcher.describe(plans[0])
+    print(shown, *(f"# {note}" for note in notes if note), sep="\n")  # comments in scripts
     return 0
 
 
 def submit_sweep(sweep: Sequence[Launch]) -> int:
-    """Submit the runs of a sweep as one job; return the exit code."""
-    launcher = sweep[0].settings.launcher
-    assert isinstance(launcher, BatchLauncher)
-    return _submit(launcher, [each.plan for each in sweep], [each.run for each in sweep])
+    """Submit the runs of a sweep as one job, or show it if ``launch`` says so; return the exit code."""
+    settings, plans = sweep[0].settings, [each.plan for each in sweep]
+    if settings.config["launch"] == "show":
+        return _show(plans, settings)
+    assert isinstance(settings.launcher, BatchLauncher)
+    return _submit(settings.launcher, plans, [each.run for each in sweep])
 
 
 def _submit(launcher: BatchLauncher, plans: Sequence[Plan], runs: Sequence[RunDirectory]) -> int:

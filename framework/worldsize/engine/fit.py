@@ -24,7 +24,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.data.data_wait import StopBetweenSteps
-from worldsize.engine.agreement import Agreement
+from worldsize.engine.agreement import Agreement, Wishes
 from worldsize.engine.before_update import BeforeUpdate
 from worldsize.engine.training_metrics import TrainingMetrics
 from worldsize.engine.window import LoggedStep, Window
@@ -102,7 +102,7 @@ class LoopCallbacks:
     emit: Emit  # takes each event
     save: Callable[[TrainingProgress], None] = lambda progress: None  # when a checkpoint is due
     save_is_due: Callable[[int], bool] = lambda step: False  # besides those of the interval; alike on all ranks
-    wants_stop: Callable[[], bool] = lambda: False  # returns whether this rank wants the run to end
+    wishes: Callable[[], Wishes] = Wishes  # returns what this rank asks the others for
     ends_early: Callable[[], str | None] = lambda: None  # returns why the run ends after the evaluations so far
     at: Callable[[str], None] = lambda point: None  # at the points where a fault may be injected
     progressed: Callable[[TrainingProgress], None] = lambda progress: None  # when a step, evaluation or save is done
@@ -149,7 +149,7 @@ def fit(
         logical_ranks=config.logical_ranks,
         parts=config.parts,
     )
-    agreement = Agreement(world, callbacks.wants_stop, steps=config.steps)
+    agreement = Agreement(world, callbacks.wishes, steps=config.steps)
     loop = _Loop(replica, config, callbacks, window, agreement)
     with callbacks.before_update.calling(loop.add) if config.logs_first else nullcontext():
         return loop.run(iter(batches), first)
@@ -191,12 +191,14 @@ class _Loop:
                 self._evaluate(step)
                 is_due = False
                 reason = self._callbacks.ends_early() if step < config.steps else None
-            stops = self._agreement.reached(step) and step < config.steps
+            agreed = self._agreement.reached(step)
+            stops = agreed.stop and step < config.steps
+            overdue = agreed.save and saved < step - 1  # else the ranks asked before that save
             if reason is not None:
                 return self._end_early(step, reason)
             if stops:
                 self._emit_logged(examine=False)  # a request to stop waits for nothing but the save
-            if stops or config.saves(step) or self._callbacks.save_is_due(step):
+            if stops or overdue or config.saves(step) or self._callbacks.save_is_due(step):
                 self._save(step, evaluated=not is_due)
                 saved = step
             if stops:

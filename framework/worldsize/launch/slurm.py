@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, final
 from worldsize.core import BatchLauncher, Cluster, ConfigError, OneOf, Plan, Range
 from worldsize.core.launcher import cluster_option
 from worldsize.core.limits import Form
-from worldsize.errors import WorldsizeError
+from worldsize.errors import MissingProgramError, WorldsizeError
 from worldsize.launch.image_launcher import ImageLauncher
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import write_key
@@ -33,6 +33,7 @@ _PATIENCE = 60.0  # seconds for one of Slurm's commands
 _RETRY = 1.0  # seconds
 SCRIPT = "slurm.sh"
 _QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED")  # states of a job that starts again
+_OF_CPUS = re.compile("CPU|node configuration")  # in what Slurm says if a node lacks them
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 _TIME = Form(
     r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE",
@@ -48,11 +49,14 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     heals_over_hosts: ClassVar[bool] = True
     orders_hosts: ClassVar[bool] = True
 
+    job_name: str = cluster_option("worldsize")
     time: Annotated[str | None, _TIME] = cluster_option(None)  # limit; the run saves before it and is queued again
     partition: str | None = cluster_option(None)
     account: str | None = cluster_option(None)
     qos: str | None = cluster_option(None)
     gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)
+    gpu_type: str | None = cluster_option(None)  # as the cluster names it, e.g. a100; null: any
+    # of a node; null: as many as its processes need
     cpus_per_task: Annotated[int | None, Range(least=1)] = cluster_option(None)
     memory: str | None = cluster_option(None)  # of a node, e.g. 64G
     constraint: str | None = cluster_option(None)
@@ -71,10 +75,19 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     def check(self, cluster: Cluster) -> None:
         """Ask Slurm whether it would accept the job."""
         self.check_image()
+        _check_gpus(self)
         if shutil.which("sbatch") is None:
-            raise ConfigError("sbatch is not found. Start from a login node of the cluster, or set cluster=laptop.")
+            raise MissingProgramError(
+                "sbatch is not found. Start from a login node of the cluster, or set cluster=laptop."
+            )
         plan = Plan(Path("run"), cluster, {}, {})
-        _ask(["sbatch", "--test-only"], self._script(cluster, [plan]))
+        try:
+            _ask(["sbatch", "--test-only"], self.describe(plan))
+        except ConfigError as error:
+            if (cpus := _asked_cpus(self, cluster)) and _OF_CPUS.search(str(error)):
+                more = f"The job asks for {cpus} CPUs on each node; cluster.cpus_per_task sets another number."
+                raise ConfigError(f"{error}. {more}") from None
+            raise
 
     def write(self, plan: Plan) -> None:
         self._write_script([plan])
@@ -94,13 +107,42 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
             write_key(plan.run_dir)
             (plan.run_dir / "logs").mkdir(exist_ok=True)
         script = plans[0].run_dir / SCRIPT
-        script.write_text(self._script(plans[0].cluster, plans))
+        script.write_text(self.describe_all(plans))
         for plan in plans[1:]:
             (plan.run_dir / SCRIPT).symlink_to(script)
         return script
 
     def describe(self, plan: Plan) -> str:
-        return self._script(plan.cluster, [plan])
+        return self.describe_all([plan])
+
+    def describe_all(self, plans: Sequence[Plan]) -> str:
+        """Return the job script of one run, or that of an array for several."""
+        cluster = plans[0].cluster
+        runs = [shlex.quote(str(plan.run_dir)) for plan in plans]
+        array = len(plans) > 1
+        python = self.python or ("python" if self.image else sys.executable)
+        return filled(
+            "slurm.sh.j2",
+            options=_options(self, plans),
+            run_id=plans[0].run_dir.name + (" and others" if array else ""),
+            setup=self.setup,
+            folder=shlex.quote(os.getcwd()),
+            variables=[(name, shlex.quote(value)) for name, value in plans[0].environment.items()],
+            runs=runs if array else [],
+            run='"${runs[$SLURM_ARRAY_TASK_ID]}"' if array else runs[0],
+            # the id of one job of an array is that of the array, and so means all of them
+            job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if array else "$SLURM_JOB_ID",
+            python=shlex.quote(self.python or sys.executable),
+            cpus='--cpus-per-task="$SLURM_CPUS_PER_TASK"' if _asked_cpus(self, cluster) else "--cpu-bind=none",
+            srun_options="".join(f" {shlex.quote(word)}" for word in _container(self, plans, "pyxis")),
+            agent=shlex.join([*_container(self, plans, "apptainer"), python]),
+            max_requeues=self.max_requeues,
+            exclude_slow=self.exclude_slow,
+            heals=heals(plans[0].roles),
+            first_lost=FIRST_LOST,
+            spare_nodes=cluster.spare_nodes,
+            excluded=shlex.quote(self.exclude or ""),
+        )
 
     def state(self, job: str) -> str | None:
         """Return Slurm's state of the job, e.g. PENDING; None if it has ended."""
@@ -140,57 +182,56 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     def cancel(self, job: str) -> None:
         _ask(["scancel", job])
 
-    def _script(self, cluster: Cluster, plans: Sequence[Plan]) -> str:
-        runs = [shlex.quote(str(plan.run_dir)) for plan in plans]
-        array = len(plans) > 1
-        folder = plans[0].run_dir / "logs"
-        python = self.python or ("python" if self.image else sys.executable)
-        return filled(
-            "slurm.sh.j2",
-            options=self._options(cluster, plans, folder),
-            run_id=plans[0].run_dir.name + (" and others" if array else ""),
-            setup=self.setup,
-            folder=shlex.quote(os.getcwd()),
-            variables=[(name, shlex.quote(value)) for name, value in plans[0].environment.items()],
-            runs=runs if array else [],
-            run='"${runs[$SLURM_ARRAY_TASK_ID]}"' if array else runs[0],
-            # the id of one job of an array is that of the array, and so means all of them
-            job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if array else "$SLURM_JOB_ID",
-            python=shlex.quote(self.python or sys.executable),
-            srun_options="".join(f" {shlex.quote(word)}" for word in _container(self, plans, "pyxis")),
-            agent=shlex.join([*_container(self, plans, "apptainer"), python]),
-            max_requeues=self.max_requeues,
-            exclude_slow=self.exclude_slow,
-            heals=heals(plans[0].roles),
-            first_lost=FIRST_LOST,
-            spare_nodes=cluster.spare_nodes,
-            excluded=shlex.quote(self.exclude or ""),
+
+def _check_gpus(launcher: Slurm) -> None:
+    """Raise ConfigError if GPUs are asked for twice, or only their type is given."""
+    others = [
+        name
+        for name, value in launcher.options.items()
+        if name.startswith("gpus") or (name.startswith(("gres", "tres-per")) and "gpu" in str(value))
+    ]
+    if launcher.gpus_per_node and others:
+        raise ConfigError(
+            f"cluster.gpus_per_node and cluster.options.{others[0]} both ask for GPUs. "
+            "Set cluster.gpus_per_node and cluster.gpu_type, and leave the other out."
+        )
+    if launcher.gpu_type and not launcher.gpus_per_node:
+        raise ConfigError(
+            f"cluster.gpu_type={launcher.gpu_type}, but the job asks for no GPUs. Set cluster.gpus_per_node."
         )
 
-    def _options(self, cluster: Cluster, plans: Sequence[Plan], folder: Path) -> list[tuple[str, Any]]:
-        named: dict[str, Any] = {
-            "job-name": "worldsize",
-            "nodes": cluster.all_nodes,
-            "ntasks-per-node": 1,
-            "cpus-per-task": self.cpus_per_task,
-            "gpus-per-node": self.gpus_per_node,
-            "mem": self.memory,
-            "time": self.time,
-            "partition": self.partition,
-            "account": self.account,
-            "qos": self.qos,
-            "constraint": self.constraint,
-            "exclude": self.exclude,
-            "array": f"0-{len(plans) - 1}" if len(plans) > 1 else None,
-            "signal": f"USR1@{self.signal_before}",
-            "output": f"{str(folder).replace('%', '%%')}/{'slurm_%A_%a.log' if len(plans) > 1 else 'slurm_%j.log'}",
-            "open-mode": "append",
-        }
-        flags = [("exclusive", None)] if self.exclusive else []
-        given = [(name, value) for name, value in named.items() if value is not None]
-        flags += [("no-kill", None)] if heals(plans[0].roles) else []
-        every = [*given, ("requeue", None), *flags, *self.options.items()]
-        return [(name, None if value is None else _quoted(str(value))) for name, value in every]
+
+def _asked_cpus(launcher: Slurm, cluster: Cluster) -> int | None:
+    """Return the CPUs that the job asks for on each node; None: all that an exclusive node has."""
+    return launcher.cpus_per_task or (None if launcher.exclusive else cluster.cpus_per_node)
+
+
+def _options(launcher: Slurm, plans: Sequence[Plan]) -> list[tuple[str, Any]]:
+    cluster, logs = plans[0].cluster, str(plans[0].run_dir / "logs").replace("%", "%%")
+    gpus = f"{launcher.gpu_type}:{launcher.gpus_per_node}" if launcher.gpu_type else launcher.gpus_per_node
+    named: dict[str, Any] = {
+        "job-name": launcher.job_name,
+        "nodes": cluster.all_nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": _asked_cpus(launcher, cluster),
+        "gpus-per-node": gpus,
+        "mem": launcher.memory,
+        "time": launcher.time,
+        "partition": launcher.partition,
+        "account": launcher.account,
+        "qos": launcher.qos,
+        "constraint": launcher.constraint,
+        "exclude": launcher.exclude,
+        "array": f"0-{len(plans) - 1}" if len(plans) > 1 else None,
+        "signal": f"USR1@{launcher.signal_before}",
+        "output": f"{logs}/{'slurm_%A_%a.log' if len(plans) > 1 else 'slurm_%j.log'}",
+        "open-mode": "append",
+    }
+    flags = [("exclusive", None)] if launcher.exclusive else []
+    given = [(name, value) for name, value in named.items() if value is not None]
+    flags += [("no-kill", None)] if heals(plans[0].roles) else []
+    every = [*given, ("requeue", None), *flags, *launcher.options.items()]
+    return [(name, None if value is None else _quoted(str(value))) for name, value in every]
 
 
 def _container(launcher: Slurm, plans: Sequence[Plan], runtime: str) -> list[str]:

@@ -213,7 +213,7 @@ def _interval_text(row: Mapping[str, Any]) -> str:
         return "the number of steps between checkpoints changed"
     seconds, save, mtbf = map(duration, values)
     return (
-        f"a checkpoint every {row.get('steps'):,} steps ({seconds}), since a save costs {save} and a failure is "
+        f"a checkpoint every {row.get('steps'):,} steps ({seconds}): a save costs {save}, and a failure is "
         f"expected every {mtbf}"
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy
 from numpy.typing import NDArray
 
-from worldsize.cost.checkpoints import expected_seconds, interval_seconds
+from worldsize.cost.checkpoints import chosen_seconds, expected_seconds
 from worldsize.errors import ConfigError
 
 _RUNS = 2000  # simulated runs
@@ -44,7 +44,7 @@ def finish(work: float, save_seconds: float, mtbf: float, restart: float) -> Fin
     Raises:
         ConfigError: failures come so fast that the run would hardly ever end.
     """
-    segments = max(1, round(work / interval_seconds(save_seconds, mtbf)))
+    segments = max(1, round(work / chosen_seconds(save_seconds, mtbf, is_expected=True)))
     interval = work / segments
     if not _expected(work, interval, save_seconds, mtbf, restart) < _HOPELESS * work:
         raise ConfigError(

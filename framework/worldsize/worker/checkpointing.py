@@ -10,6 +10,7 @@ from torch import Tensor
 
 from worldsize.checkpoints.save import Saver
 from worldsize.core import CheckpointFailed, CheckpointSaved, Emit, StateDict
+from worldsize.engine.agreement import Wishes
 from worldsize.errors import CheckpointError, SaveFailedError
 from worldsize.worker.save_interval import SaveInterval
 
@@ -86,9 +87,10 @@ class Checkpointing:
         """End the saver's thread."""
         self._saver.close()
 
-    def wants_stop(self) -> bool:
-        """Return whether a save failed and training is not to go on; ranks agree on the step at which they stop."""
-        return self._on_failure == "stop" and bool(self._failures)
+    def wishes(self, *, stop: bool = False) -> Wishes:
+        """Return the wishes of this rank: to stop if it is told to or a save failed, and to save if that is overdue."""
+        failed = self._on_failure == "stop" and bool(self._failures)
+        return Wishes(stop or failed, save=self._interval is not None and self._interval.is_overdue())
 
     def check_stop(self) -> None:
         """Raise CheckpointError if a run that stops before its end failed.
@@ -96,7 +98,7 @@ class Checkpointing:
         It did if it stops because of a failed save, or if none of this attempt's saves succeeded: with the exit code
         that means "start me again" it could go round in circles for as long as its disk is full.
         """
-        if self.wants_stop():
+        if self.wishes().stop:
             first = self._failures[0]
             raise SaveFailedError(first.step, first.reason, first.newest)
         if self._in_a_row and not self._has_saved:

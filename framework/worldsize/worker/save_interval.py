@@ -1,4 +1,4 @@
-"""Chooses after how many steps the next checkpoint is due, as ``checkpoint.every=auto`` asks for."""
+"""Chooses when the next checkpoint is due, as ``checkpoint.every=auto`` asks for."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch.distributed import ProcessGroup
 
 from worldsize.config.settings import Settings
 from worldsize.core import Emit, SaveIntervalChanged
-from worldsize.cost.checkpoints import interval_seconds, mtbf_seconds
+from worldsize.cost.checkpoints import chosen_seconds, longest_seconds, mtbf_seconds
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import view
 
-_FIRST = 10  # steps before the first save of a run
+_FIRST = 10  # steps before the first save of a run whose failures are declared, or that has failed
+_NEVER = 2**62  # steps before that of other runs: they save once it is overdue
 _GROWTH = 4  # largest factor between two intervals, since the first costs and steps are not typical
 _REMEMBERED = 8  # saves whose mean cost counts
 _CHANGED = 1.5  # factor from which a new interval is told
@@ -26,10 +27,10 @@ _CHANGED = 1.5  # factor from which a new interval is told
 
 @final
 class SaveInterval:
-    """The steps between two saves with which saves and lost steps together cost least.
+    """The interval between two saves with which saves and lost steps together cost least, at most ten minutes.
 
     What a save costs is measured on every rank. Before each save the ranks agree on the interval that follows it, from
-    the largest of their figures.
+    the largest of their figures. It is longer than ten minutes if saves would take more than 1 % of the time.
 
     Args:
         group: A group of the ranks that save, in which nothing else is in flight when :meth:`agree` is called (None:
@@ -38,6 +39,8 @@ class SaveInterval:
         emit: Takes the event of a changed interval.
         failures: Failures of the run before this attempt; it is enough that one rank knows them.
         seconds: Duration of the run before this attempt; it is enough that one rank knows it.
+        declared: Whether the time between failures was declared. Without it, and until the run has failed, the first
+            save waits until it is overdue, so that short runs save only at their end.
         clock: Returns seconds.
     """
 
@@ -49,35 +52,37 @@ class SaveInterval:
         emit: Callable[[SaveIntervalChanged], None],
         failures: int = 0,
         seconds: float = 0.0,
+        declared: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._group, self._mtbf, self._emit, self._clock = group, mtbf, emit, clock
-        self._failures, self._start = failures, clock() - seconds
+        self._failures, self._start, self._declared = failures, clock() - seconds, declared
         self._costs = _SaveCosts(clock)
-        self.steps = self._told = _FIRST
-        self._newest = 0  # step of the newest save, or that at which the attempt began
-        self._complete = (0, _FIRST)  # the same of the newest that is complete, and the steps until the next one
+        self.steps = self._told = _FIRST if declared else _NEVER
+        self._newest = (0, clock())  # step and time of the newest save, or those at which the attempt began
+        self._complete = (*self._newest, self.steps)  # the same of the newest complete one, and the steps after it
 
     def resume(self, step: int, facts: Mapping[str, Any]) -> None:
         """Go on after ``step`` with what a checkpoint recorded, or a gang before; with neither, begin anew.
 
         All ranks call it. The interval is shortened if failures since then are reason to.
         """
-        self._newest = int(facts.get("newest", step))
+        self._newest = (int(facts.get("newest", step)), self._clock() - float(facts.get("since", 0.0)))
         if facts:
             self.steps = self._told = int(facts["steps"])
             self._costs.recall(float(facts["save_seconds"]), float(facts["step_seconds"]))
-            self._choose(step)
-        self._complete = (self._newest, self.steps)
+        self._choose(step)
+        self._complete = (*self._newest, self.steps)
 
     def handed_on(self) -> dict[str, Any]:
         """Return what a gang with other members goes on with: the newest save, the interval and its costs so far.
 
         A save that is in flight does not count: with a member it may have lost its part, and then is due again.
         """
-        newest, steps = self._complete
+        newest, saved_at, steps = self._complete
         cost, step_seconds = self._costs.mean(), self._costs.step_seconds
-        return {"newest": newest, "steps": steps, "save_seconds": cost, "step_seconds": step_seconds}
+        times = {"since": self._clock() - saved_at, "save_seconds": cost, "step_seconds": step_seconds}
+        return {"newest": newest, "steps": steps, **times}
 
     def facts(self) -> dict[str, Any]:
         """Return the interval, the mean cost of a save and the seconds of a step, once all of them are known."""
@@ -88,7 +93,11 @@ class SaveInterval:
 
     def is_due(self, step: int) -> bool:
         """Return whether a save is due after ``step``."""
-        return step - self._newest >= self.steps
+        return step - self._newest[0] >= self.steps
+
+    def is_overdue(self) -> bool:
+        """Return whether this rank finds that the next save is overdue; it follows once all ranks do."""
+        return self._clock() - self._newest[1] >= longest_seconds(self._costs.mean())
 
     def begin_step(self, *, in_flight: bool) -> None:
         """Count the step that has ended, and note that the next one begins while a save is, or is not, in flight."""
@@ -101,14 +110,15 @@ class SaveInterval:
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
         """Measure how long the save of ``step`` holds up training."""
+        began = self._clock()
         with self._costs.saving():
             yield
-        self._newest = step
+        self._newest = (step, began)
 
     def complete(self, step: int) -> None:
         """Record that the save of ``step`` is complete."""
-        if step == self._newest:
-            self._complete = (step, self.steps)
+        if step == self._newest[0]:
+            self._complete = (*self._newest, self.steps)
 
     def agree(self, step: int) -> None:
         """Choose, with all ranks, the steps from this save, of ``step``, to the next one."""
@@ -123,10 +133,12 @@ class SaveInterval:
         if self._group is not None:
             dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=self._group)
         cost, step_seconds, failures, seconds = figures.tolist()
-        if not (cost and step_seconds):
-            return  # nothing was saved yet
+        if not (cost and step_seconds):  # nothing was saved yet
+            self.steps = min(self.steps, _FIRST) if failures else self.steps
+            return
         mtbf = self._mtbf(int(failures), seconds)
-        self.steps = max(1, min(self.steps, round(interval_seconds(cost, mtbf) / step_seconds)))
+        chosen = chosen_seconds(cost, mtbf, is_expected=self._declared or failures > 0)
+        self.steps = max(1, min(self.steps, round(chosen / step_seconds)))
         if not 1 / _CHANGED < self.steps / self._told < _CHANGED:
             self._told = self.steps
             self._emit(SaveIntervalChanged(step, self.steps, self.steps * step_seconds, save_seconds=cost, mtbf=mtbf))
@@ -140,6 +152,7 @@ def save_interval(settings: Settings, run: RunDirectory, group: ProcessGroup | N
         lambda failures, seconds: mtbf_seconds(cluster.mtbf_hours, cluster.nodes, failures=failures, seconds=seconds),
         emit=emit,
         failures=sum(each["exit_reason"] in ("failed", "killed") for each in attempts),
+        declared=cluster.mtbf_hours is not None,
         seconds=sum(max(end - each["start_at"], 0.0) for each in attempts if (end := each["end_at"]) is not None),
     )
 

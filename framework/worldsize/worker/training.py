@@ -211,7 +211,7 @@ class Training:
             save=partial(self._save, streams),
             save_is_due=self._checkpoints.is_due,
             ends_early=self._ends_early,
-            wants_stop=lambda: self._preemption.is_wanted() or self._checkpoints.wants_stop(),
+            wishes=lambda: self._checkpoints.wishes(stop=self._preemption.is_wanted()),
             at=settings.faults.at,
             progressed=self._carried.note,
             logged=self._carried.copy,

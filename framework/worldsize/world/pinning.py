@@ -170,6 +170,16 @@ def pins_here(cluster: Cluster, environ: Mapping[str, str], *, machine: MachineT
     return plan_pins(cluster.pin, machine, usable=os.sched_getaffinity(0), processes=processes, gpus=gpus)
 
 
+FEW_CPUS = "Ask for more (with Slurm: cluster.cpus_per_task), or lower cluster.threads or data_workers."
+
+
+def few_cpus(cluster: Cluster, usable: int) -> str:
+    """Describe that a node's processes may run on only ``usable`` CPUs; empty if these are enough for them."""
+    if usable >= cluster.cpus_per_node:
+        return ""
+    return f"{cluster.processes_per_node} processes need {cluster.cpus_per_node} CPUs and may run on {usable}"
+
+
 def pin_process(cluster: Cluster, *, local_rank: int, processes: int, has_launcher: bool) -> Pin | None:
     """Pin this process, one of several on this machine, as ``cluster.pin`` asks; return its place, None: not pinned.
 

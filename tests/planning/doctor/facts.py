@@ -24,6 +24,7 @@ def host(node: int, **changes: Any) -> dict[str, Any]:
         "versions": {"torch": "2.13.0", "numpy": "2.2"},
         "data": [],
         "folder": {"path": "/shared/run", "error": None, "free": 10e9},
+        "cpus": 2,
         "devices": 2,
         "first": {"name": "h1", "port": 23456, "address": f"10.0.0.{node + 1}", "error": None},
         "interface": {"name": "eth0", "address": f"10.0.0.{node + 1}", "leads": "eth0", "error": None, "probe": 40000},

@@ -97,3 +97,11 @@ def test_two_ranks_that_share_a_device_are_named_even_if_one_host_has_two_names(
         ("h1, h4", "ranks 1 and 7 share GPU-1"),
     ]
     assert "name each host once" in checks[0].remedy
+
+
+def test_a_host_with_fewer_cpus_than_its_processes_need_is_a_warning() -> None:
+    report = evaluate(findings(host(1, cpus=1)), cluster(network=125e6), needed_bytes=1e9)
+    assert report.ok
+    (warning,) = (check for check in report.checks if check.remedy)
+    assert (warning.check, warning.host, warning.detail) == ("CPUs", "h2", "2 processes need 2 CPUs and may run on 1")
+    assert warning.remedy.startswith("Ask for more (with Slurm: cluster.cpus_per_task)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import final
 
@@ -48,6 +49,10 @@ class HealthAlerts:
         ):
             if limit is not None and value > share * limit:
                 yield NodeAlert(self._node, row["host"], what, value, limit, detail=detail)
+        usable, needed = row.get("cpus"), limits.cpus
+        # whoever starts more processes than a machine has CPUs wants it so; those that are bound to a part may not
+        if usable and needed is not None and usable < min(needed, os.cpu_count() or needed):
+            yield NodeAlert(self._node, row["host"], "cpus", usable, needed)
         bound = limits.process_memory
         for rank, size in row["resident"].items():
             if bound is not None and size > share * bound:

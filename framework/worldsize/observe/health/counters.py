@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,7 @@ class Counters:
         disk: Bytes in use and in all of the file system that holds the run folder.
         network: Its network interfaces together.
         resident: Resident bytes of the process of each rank, by its global rank.
+        cpus: Logical processors that these processes may run on, together.
         gpus: Its GPUs.
     """
 
@@ -66,6 +67,7 @@ class Counters:
     disk: Memory
     network: Network
     resident: Mapping[int, int]
+    cpus: Set[int]
     gpus: Sequence[GpuReading]
 
 
@@ -87,7 +89,7 @@ def read_counters(root: int, folder: Path, gpus: Gpus, *, infiniband: Path = _IN
     everything = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     disk = shutil.disk_usage(folder)
     networks = [*_interfaces(), *_adapters(infiniband)]
-    own, resident = _processes(root)
+    own, resident, cpus = _processes(root)
     return Counters(
         at=time.monotonic(),
         busy=everything - idle,
@@ -99,6 +101,7 @@ def read_counters(root: int, folder: Path, gpus: Gpus, *, infiniband: Path = _IN
         disk=Memory(disk.total - disk.free, disk.total),
         network=Network(*map(sum, zip(Network(0, 0, 0), *networks, strict=True))),
         resident=resident,
+        cpus=cpus,
         gpus=gpus.read(),
     )
 
@@ -125,12 +128,12 @@ def _number(path: Path) -> int:
     return 0
 
 
-def _processes(root: int) -> tuple[dict[int, float], dict[int, int]]:
-    """Return the processor seconds of each process of the run, and the resident bytes of each rank's own process.
+def _processes(root: int) -> tuple[dict[int, float], dict[int, int], set[int]]:
+    """Return the processor seconds of each process of the run; the resident bytes of each rank's own, and their CPUs.
 
     A rank's process is called after it, and so are those that it has forked, which are below it.
     """
-    seconds, resident, ranks = dict[int, float](), dict[int, int](), dict[int, int]()
+    seconds, resident, ranks, cpus = dict[int, float](), dict[int, int](), dict[int, int](), set[int]()
     for process in _tree(root):
         with suppress(psutil.Error), process.oneshot():  # it may have ended meanwhile
             used = process.cpu_times()
@@ -139,7 +142,8 @@ def _processes(root: int) -> tuple[dict[int, float], dict[int, int]]:
                 ranks[process.pid] = rank = int(named[1])
                 if ranks.get(process.ppid()) != rank:
                     resident[rank] = process.memory_info().rss
-    return seconds, resident
+                    cpus.update(process.cpu_affinity() if psutil.LINUX else ())
+    return seconds, resident, cpus
 
 
 def _tree(root: int) -> list[Any]:

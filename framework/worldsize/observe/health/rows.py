@@ -56,6 +56,7 @@ class HealthRow(TypedDict):
         sent: Bytes a second to its networks.
         network_errors: Errors a minute of its network interfaces.
         resident: Resident bytes of the process of each rank.
+        cpus: Number of CPUs that these processes may run on; lines of older runs lack it.
         gpus: Its GPUs.
     """
 
@@ -73,6 +74,7 @@ class HealthRow(TypedDict):
     sent: float
     network_errors: float
     resident: dict[str, int]
+    cpus: NotRequired[int]
     gpus: list[GpuRow]
 
 
@@ -99,6 +101,7 @@ def health_row(before: Counters, now: Counters, *, host: str, time: float) -> He
         "sent": round(network[1], 1),
         "network_errors": round(60 * network[2], 3),
         "resident": {str(rank): size for rank, size in sorted(now.resident.items())},
+        "cpus": len(now.cpus),
         "gpus": [_gpu(asdict(gpu), errors.get(gpu.index)) for gpu in now.gpus],
     }
 
@@ -122,6 +125,7 @@ def is_health(row: Row) -> TypeGuard[HealthRow]:
     return (
         isinstance(row.get("host"), str)
         and all(_is_finite(row.get(name)) for name in _NUMBERS)
+        and _is_finite(row.get("cpus", 0))
         and isinstance(resident, dict)
         and len(resident) <= _MOST
         and all(rank.isdecimal() and _is_finite(size) for rank, size in resident.items())
@@ -190,6 +194,7 @@ _ALERTS: Mapping[str, tuple[str, float]] = {
     "temperature": ("GPU {gpu} has {value:.0f} °C", 1),
     "throttled": ("GPU {gpu} is slowed down ({detail})", 1),
     "ecc": ("GPU {gpu} has {value:.0f} new memory errors that could not be corrected", 1),
+    "cpus": ("its processes need {limit:.0f} CPUs (cluster.threads, data_workers) and may run on {value:.0f}", 1),
     "network": ("its network interfaces count {value:,.0f} errors a minute", 1),
 }
 ALERTS = tuple(_ALERTS)

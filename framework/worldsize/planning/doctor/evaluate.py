@@ -19,6 +19,7 @@ def evaluate(findings: Findings, cluster: Cluster, *, needed_bytes: float) -> Re
         *hosts.folder(findings),
         *hosts.disk(findings, needed_bytes=needed_bytes),
         *hosts.clock(findings),
+        *hosts.cpus(findings, cluster),
         *(hosts.devices(findings, per_node=cluster.processes_per_node) if cluster.device != "cpu" else ()),
         *network.interfaces(findings),
         *network.collective(findings),

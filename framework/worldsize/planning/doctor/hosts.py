@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from worldsize.core import Cluster
 from worldsize.planning.doctor.findings import Facts, Findings
 from worldsize.planning.doctor.report import Check
+from worldsize.world.pinning import FEW_CPUS, few_cpus
 
 SKEW = 1.0  # seconds of allowed clock skew: the first of several failures in time is reported as the cause
 _INSTALL = "Install there what the lock says (uv sync --locked), or name the right interpreter (cluster.python)."
@@ -101,6 +103,15 @@ def clock(findings: Findings) -> Iterator[Check]:
             "" if ok else "Have it set by NTP there (chronyc tracking, timedatectl): logs and causes are ordered by it."
         )
         yield Check("clock", facts["host"], ok, detail, remedy)
+
+
+def cpus(findings: Findings, cluster: Cluster) -> Iterator[Check]:
+    """Warn where the processes of a host may run on fewer CPUs than they need, with which they are slower."""
+    for facts in findings.hosts.values():
+        usable = facts["cpus"]
+        lack = few_cpus(cluster, usable)
+        detail = lack or f"{usable} for {cluster.processes_per_node} processes"
+        yield Check("CPUs", facts["host"], True, detail, FEW_CPUS if lack else "")
 
 
 def devices(findings: Findings, *, per_node: int) -> Iterator[Check]:

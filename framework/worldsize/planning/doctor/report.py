@@ -19,13 +19,20 @@ from worldsize.strict_json import parse, strict
 
 @dataclass(frozen=True)
 class Check:
-    """One check of one host; ``remedy``: what to do if it is not ``ok``."""
+    """One check of one host; ``remedy``: what to do if it is not ``ok``, or if it is, but with a warning."""
 
     check: str
     host: str
     ok: bool
     detail: str
     remedy: str = ""
+
+    @property
+    def mark(self) -> str:
+        """A sign of how it went, in rich's markup."""
+        if not self.ok:
+            return "[red]✗[/]"
+        return "[yellow]![/]" if self.remedy else "[green]✓[/]"
 
 
 @dataclass(frozen=True)
@@ -106,13 +113,14 @@ class Report:
         table.columns[3].overflow = "fold"
         for name, group in groupby(self.checks, key=lambda check: check.check):
             checks = list(group)
-            good = [check for check in checks if check.ok]
+            good = [check for check in checks if check.ok and not check.remedy]
             for detail in dict.fromkeys(check.detail for check in good):
                 hosts = [check.host for check in good if check.detail == detail]
                 table.add_row("[green]✓[/]", _shown(name), _shown(_listed(hosts)), _shown(detail))
-            for bad in (check for check in checks if not check.ok):
-                text = _shown(bad.detail) + (f"\n→ {_shown(bad.remedy)}" if bad.remedy else "")
-                table.add_row("[red]✗[/]", f"[red]{_shown(name)}[/]", _shown(bad.host), text)
+            for other in (check for check in checks if check not in good):
+                text = _shown(other.detail) + (f"\n→ {_shown(other.remedy)}" if other.remedy else "")
+                style = "yellow" if other.ok else "red"
+                table.add_row(other.mark, f"[{style}]{_shown(name)}[/]", _shown(other.host), text)
         return table
 
 
