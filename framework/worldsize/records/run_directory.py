@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import ClassVar, final
 
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.files import RECORD, is_folder
+from worldsize.files import RECORD, is_file, is_folder
 
+_LATEST = 253_402_300_799.0  # Unix time of the last second of the year 9999
 _logger = logging.getLogger(__name__)
 
 _RANKS = 1000  # whose files lie in one folder: file systems of clusters are slow with more
@@ -88,6 +89,11 @@ class RunDirectory:
     def health(self, node: int) -> Path:
         """The file with the health of one node, a JSON line for each sample."""
         return _of_rank(self.path / "health", node) / f"node_{node:05d}.jsonl"
+
+    def last_written(self) -> float:
+        """Return the Unix time in seconds at which the run last wrote, limited to the year 9999."""
+        last = max(file.stat().st_mtime for file in self.path.rglob("*") if is_file(file))
+        return min(max(last, 0.0), _LATEST)
 
 
 def _of_rank(folder: Path, rank: int) -> Path:

@@ -47,7 +47,6 @@ Manifest = Mapping[str, Any]
 
 _KILLED = "it was killed, or its host was lost"
 _NO_DIGEST = "The run has no metrics_digest, since that could equal no other run's."
-_LATEST = 253_402_300_799.0  # Unix time of the last second of the year 9999
 _RESERVED_BYTES = 64 << 10  # for a manifest and a result beside the ones that they replace
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE)
 
@@ -230,14 +229,14 @@ class RunRecord:
 
     def begin_attempt(self, others: Sequence[str], *, world_size: int, pinning: Manifest | None = None) -> int:
         """Record that an attempt begins, on this host and ``others``, with its ``pinning``; return its number."""
+        from worldsize.records.metrics import rewind_to_checkpoint
+
         earlier = list(self.attempts)
         attempt = new_attempt(len(earlier) + 1, others, world_size)
         if pinning:
             attempt["pinning"] = pinning
         if (lost := lost_first(os.environ)) and earlier and earlier[-1]["exit_reason"] == "killed":
             earlier[-1] = {**earlier[-1], "lost_host": lost}
-        from worldsize.records.metrics import rewind_to_checkpoint
-
         self._attempt, self._begun = attempt, time.monotonic()
         _reserve(self.directory)
         if count := rewind_to_checkpoint(self.directory, self.manifest):  # before anybody follows the file
@@ -317,7 +316,7 @@ def _settle(directory: RunDirectory) -> Manifest:
     """Return the manifest, amended if it says "running"; the caller holds the lock, so nothing is."""
     manifest: Manifest = read_manifest(directory.manifest)
     if _says_running(manifest):
-        last = max(_last_written(directory.path), manifest["attempts"][-1]["start_at"])
+        last = max(directory.last_written(), manifest["attempts"][-1]["start_at"])
         facts = {"end": formatted(last), "end_at": last, "exit_reason": "killed", "exit_code": None}
         host = manifest["attempts"][-1]["hosts"][0]
         ended = _with_end(manifest, **facts, failure=failure_of_launcher(_KILLED, host))
@@ -333,12 +332,6 @@ def _says_running(manifest: Manifest) -> bool:
 def _with_end(manifest: Manifest, **facts: Any) -> dict[str, Any]:
     *earlier, last = manifest["attempts"]
     return {**manifest, "attempts": [*earlier, {**last, **facts}]}
-
-
-def _last_written(folder: Path) -> float:
-    """Return the Unix time in seconds at which the run last wrote, limited to the year 9999."""
-    last = max(file.stat().st_mtime for file in folder.rglob("*") if is_file(file))
-    return min(max(last, 0.0), _LATEST)
 
 
 def _result(directory: RunDirectory, outcome: Outcome) -> dict[str, Any]:

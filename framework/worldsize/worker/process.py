@@ -24,6 +24,7 @@ from worldsize.data.data_wait import DataWaitError
 from worldsize.engine.averaging import AveragedReplica
 from worldsize.engine.before_update import BeforeUpdate
 from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.files import read_regular
 from worldsize.messages import show_messages
 from worldsize.observe.health.process import HealthProcess
 from worldsize.observe.transport import audit, listen_to_nccl, nccl_log, transport_warning, write
@@ -31,6 +32,7 @@ from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.records.run_record import opened, writing
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.strategies.deferred.model import state_follows
+from worldsize.strict_json import LARGEST, parse
 from worldsize.worker.carried import Carried
 from worldsize.worker.context import context_of
 from worldsize.worker.evaluation import evaluate_alone
@@ -94,7 +96,7 @@ def _first_failure(run: RunDirectory, begun: int) -> Failure | None:
     failures = list[tuple[bool, Failure]]()
     for file in (run.path / "logs").rglob("*.error.json"):
         with suppress(OSError, ValueError, KeyError):
-            error = json.loads(file.read_text())
+            error = parse(read_regular(file, at_most=LARGEST))
             role, _, rank = file.name.removesuffix(".error.json").rpartition("_")
             left = Failure(role, int(rank), error["traceback"], 1, time_ns=error["time_ns"], host=error["host"])
             failures += [("lost_peer" in error, left)] if left.time_ns >= begun else []
