@@ -58,23 +58,14 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
         ConfigError: the run cannot start; no process was started and no run folder remains.
         SweepEnded: the run has ended without the metric that the sweep optimizes.
     """
-    if cfg.init_from is not None:  # init_from may name a run; this is its newest checkpoint now
-        cfg.init_from = str(source_of(Path(cfg.init_from)))
     lengths = lengths_of(cfg)
-    settings = checked(cfg)
-    check_effects(cfg)
-    if is_sweep() and isinstance(settings.launcher, BatchLauncher):
-        _check_submission(settings.launcher)
-    if settings.initial:
-        makes_rows = any(role.serves for role in settings.roles.values())
-        settings.initial.check(settings.recipe, makes_rows=makes_rows)
+    settings = prepared(cfg)
     run = planned(Path(cfg.run.root), choices()["recipe"], cfg.run.name)
     plan = settings.plan(run.path)
     if cfg.launch == "show":
         for key, text in lengths.items():
             print(f"{key}: {text} = {OmegaConf.select(cfg, key):,} steps")
         return Trial(_show(settings, plan))
-    settings.launcher.check(settings.cluster)
     clean = scrubber_of(cfg, settings)
     plan = with_secrets(settings, plan, clean)
     with created(run, is_private=settings.run.private):
@@ -90,6 +81,26 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
     if code or cfg.sweep.metric is None or not is_sweep():
         return Trial(code)
     return Trial(code, value_of(cfg.sweep, read_result(run)["metrics"]))
+
+
+def prepared(cfg: DictConfig) -> Settings:
+    """Build the settings of a new run, after all checks that need neither its folder nor its processes.
+
+    Raises:
+        ConfigError: the run cannot be started.
+    """
+    if cfg.init_from is not None:  # init_from may name a run; this is its newest checkpoint now
+        cfg.init_from = str(source_of(Path(cfg.init_from)))
+    settings = checked(cfg)
+    check_effects(cfg)
+    if is_sweep() and isinstance(settings.launcher, BatchLauncher):
+        _check_submission(settings.launcher)
+    if settings.initial:
+        makes_rows = any(role.serves for role in settings.roles.values())
+        settings.initial.check(settings.recipe, makes_rows=makes_rows)
+    if cfg.launch != "show":  # which may be asked for elsewhere
+        settings.launcher.check(settings.cluster)
+    return settings
 
 
 def _check_submission(launcher: BatchLauncher) -> None:
