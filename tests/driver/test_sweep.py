@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.conftest import folders
 from tests.own_recipe import write_recipe
+from worldsize.app.train import train as train_sweep
 from worldsize.config.compose import is_side_by_side, wants_sweep
 from worldsize.config.objective import ObjectiveCheck, SweepEnded, Trial, value_of
 from worldsize.driver.sweep import call_sweep
@@ -219,6 +220,32 @@ def test_a_search_whose_runs_all_fail_ends_with_the_largest_code(
     assert "seed 1 is refused." in shown
     assert "ArithmeticError: a mistake in the program" in shown
     assert "No trials are completed yet" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("lr=0.1,0.2,-1",), "run 3 of the sweep is refused: lr=-1.0 must be 0 or more."),
+        (("seed=1,2", "run.name=same"), "runs 1 and 2 of the sweep would share"),
+        (("steps=2,3", "batch_size=96,95"), "run 4 of the sweep is refused: batch_size=95"),
+    ],
+)
+def test_no_run_of_a_sweep_starts_if_a_later_one_is_refused(
+    words: Sequence[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("a run was started")
+
+    monkeypatch.setattr("worldsize.driver.execute.execute", start)
+    usual = ("-m", "recipe=digits", "logger=none", "strategy=ddp", "cluster.processes=2", "lr=0.1", "steps=2")
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert train_sweep([*usual, f"run.root={tmp_path}", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_refusal_that_ends_a_sweep_hides_no_larger_code(called: Callable[..., int]) -> None:

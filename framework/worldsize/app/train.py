@@ -36,13 +36,18 @@ def train(arguments: Sequence[str]) -> int:
 
         return execute(cfg, sweep)
 
+    def check(cfg: DictConfig) -> None:
+        from worldsize.driver.execute import prepared
+
+        prepared(cfg)
+
     from worldsize.config.compose import wants_sweep  # imports Hydra, which other commands do not need
 
     try:
         if wants_sweep(arguments):
             from worldsize.driver.sweep import call_sweep
 
-            code = call_sweep(task, arguments)
+            code = call_sweep(task, arguments, check=check)
         else:
             code = call_composed(lambda cfg: task(cfg).exit_code, arguments)
     except KeyboardInterrupt:

@@ -15,9 +15,12 @@ from types import FunctionType
 from typing import Any, ClassVar, cast
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
@@ -79,7 +82,7 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
         program(lambda cfg: task(_with_home(cfg)))()
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, sys.argv[1:]) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         code = cast("FunctionType", task).__code__
         if error.__cause__ or any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__)):
             raise  # of the task, perhaps in another process, and not of Hydra
@@ -88,7 +91,7 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
                 f"{error.filename} cannot be written: {error.strerror}. "
                 "Set run.root, or hydra.sweep.dir, to a folder that you may write; nothing was started."
             ) from error
-        raise ConfigError(f"the configuration cannot be read: {error}.") from error
+        raise ConfigError(f"Hydra cannot read this: {str(error).splitlines()[0]}.") from error
     except SweepEnded as end:
         if end.error is not None:
             raise end.error from None
@@ -109,6 +112,30 @@ def is_side_by_side(arguments: Sequence[str]) -> bool:
         return True
     own = _hydra_by_files(arguments)
     return own is not None and own.runtime.choices.get("hydra/launcher") == "joblib"
+
+
+def sweep_points(arguments: Sequence[str]) -> Iterator[DictConfig]:
+    """Compose each run of a sweep over listed values; none for a search, which decides on its runs while it trains.
+
+    Raises:
+        ConfigError: as of :func:`compose_and_call`.
+    """
+    _prepare(arguments)
+    flags = get_args_parser().parse_args(normalised(arguments))
+    own = hydra_of_first_point(flags, flags.overrides)
+    if own is None or flags.config_name or own.runtime.choices["hydra/sweeper"] != "basic":
+        return
+    words = [*(f"{key}={value}" for key, value in (own.sweeper.params or {}).items()), *flags.overrides]
+    try:
+        with _initialised():
+            parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+            (points,) = BasicSweeper.split_arguments(parser.parse_overrides(words), None)
+        for point in points:
+            with _initialised():
+                cfg = _composed([*point, "hydra.mode=MULTIRUN"])
+            yield _entered(cfg)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, arguments) from error
 
 
 def _hydra_by_files(arguments: Sequence[str]) -> DictConfig | None:

@@ -23,7 +23,7 @@ from worldsize.config.learning_rate import update_text
 from worldsize.config.objective import Trial, is_search, value_of
 from worldsize.config.remembering import check_resumes
 from worldsize.config.settings import Settings
-from worldsize.core import AgentLauncher, BatchLauncher, Failure, Launcher, LaunchMethod, Plan
+from worldsize.core import AgentLauncher, BatchLauncher, Failure, Launcher, Plan
 from worldsize.cost.crossings import crossings_text
 from worldsize.data.balanced import sample_lengths
 from worldsize.data.source import check_paths
@@ -60,17 +60,9 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
         ConfigError: the run cannot start; no process was started and no run folder remains.
         SweepEnded: the run has ended without the metric that the sweep optimizes.
     """
-    if cfg.init_from is not None:  # init_from may name a run; this is its newest checkpoint now
-        cfg.init_from = str(source_of(Path(cfg.init_from)))
     lengths = lengths_of(cfg)
-    settings = checked(cfg)
-    check_effects(cfg)
+    settings = prepared(cfg)
     is_submitted_together = isinstance(settings.launcher, BatchLauncher) and is_sweep()
-    if is_submitted_together:
-        _check_submission(settings.launcher)
-    if settings.initial:
-        makes_rows = any(role.serves for role in settings.roles.values())
-        settings.initial.check(settings.recipe, makes_rows=makes_rows)
     run = planned(Path(cfg.run.root), choices()["recipe"], cfg.run.name)
     plan = settings.plan(run.path)
     if cfg.launch == "show":
@@ -80,7 +72,6 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
             sweep.append(Launch(settings, plan, run))
             return Trial(0)
         return Trial(_show([plan], settings))
-    _check(settings, is_started=cfg.launch == "run")
     clean = scrubber_of(cfg, settings)
     plan = with_secrets(settings, plan, clean)
     outlive_output()
@@ -99,6 +90,26 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
     return Trial(code, value_of(cfg.sweep, read_result(run)["metrics"]))
 
 
+def prepared(cfg: DictConfig) -> Settings:
+    """Build the settings of a new run, after all checks that need neither its folder nor its processes.
+
+    Raises:
+        ConfigError: the run cannot be started.
+    """
+    if cfg.init_from is not None:  # init_from may name a run; this is its newest checkpoint now
+        cfg.init_from = str(source_of(Path(cfg.init_from)))
+    settings = checked(cfg)
+    check_effects(cfg)
+    if is_sweep() and isinstance(settings.launcher, BatchLauncher):
+        _check_submission(settings.launcher)
+    if settings.initial:
+        makes_rows = any(role.serves for role in settings.roles.values())
+        settings.initial.check(settings.recipe, makes_rows=makes_rows)
+    if cfg.launch != "show":  # which may be asked for elsewhere
+        _check(settings, is_started=cfg.launch == "run")
+    return settings
+
+
 def _check(settings: Settings, *, is_started: bool) -> None:
     """Ask the launcher whether it can start the run; what is only written may be started on another machine."""
     try:
@@ -109,7 +120,7 @@ def _check(settings: Settings, *, is_started: bool) -> None:
         _logger.warning("%s", error)
 
 
-def _check_submission(launcher: LaunchMethod) -> None:
+def _check_submission(launcher: BatchLauncher) -> None:
     """Raise ConfigError if the launcher cannot submit the runs of this sweep together."""
     name = type(launcher).__name__
     if is_search():

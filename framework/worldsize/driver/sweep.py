@@ -14,11 +14,11 @@ from typing import final
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from worldsize.config.compose import compose_and_call, is_side_by_side
+from worldsize.config.compose import choices, compose_and_call, is_side_by_side, sweep_points
 from worldsize.config.objective import SweepEnd, SweepEnded, Trial, TrialFailedError, is_search
 from worldsize.driver.exit_codes import ExitCodes, ends_sweep
 from worldsize.driver.side_by_side import SideBySide
-from worldsize.errors import WorldsizeError
+from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import refuse, show_messages
 from worldsize.records.redaction import redacted_arguments
 from worldsize.world.scratch import temporary_folder
@@ -26,11 +26,22 @@ from worldsize.world.scratch import temporary_folder
 _logger = logging.getLogger(__name__)
 
 
-def call_sweep(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) -> int:
+def call_sweep(
+    task: Callable[[DictConfig], Trial],
+    arguments: Sequence[str],
+    *,
+    check: Callable[[DictConfig], object] = lambda cfg: None,
+) -> int:
     """Call ``task`` with each configuration, and return its values to the sweeper; return the largest exit code.
+
+    ``check`` raises WorldsizeError for a configuration that cannot run; it is called with all before the first starts.
 
     A sweep's launcher may pickle the task and call it in other processes, so exit codes are returned through files.
     """
+    try:
+        _check_all(check, arguments)
+    except WorldsizeError as error:
+        return refuse(error)
     with temporary_folder() as folder, _idle_children_ended():
         side_by_side = SideBySide(folder) if is_side_by_side(arguments) else None
         sweep = _Sweep(task, ExitCodes(folder), side_by_side, typed=arguments)
@@ -50,6 +61,29 @@ def call_sweep(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) ->
             if not sweep.has_no_value():
                 raise
         return max(refused, *sweep.exit_codes())
+
+
+def _check_all(check: Callable[[DictConfig], object], arguments: Sequence[str]) -> None:
+    """Raise ConfigError if a run of the sweep is refused, or would have the folder of another one."""
+    refused, numbers = [], dict[str, int]()
+    logger = logging.getLogger("worldsize")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # the runs show their messages themselves
+    try:
+        for number, cfg in enumerate(sweep_points(arguments), start=1):
+            try:
+                check(cfg)
+            except WorldsizeError as error:
+                refused.append(f"run {number} of the sweep is refused: {error}")
+            if cfg.run.name is None or cfg.launch == "show":
+                continue
+            folder = f"{cfg.run.root}/{choices()['recipe']}/{cfg.run.name}"
+            if (first := numbers.setdefault(folder, number)) != number:
+                refused.append(f"runs {first} and {number} of the sweep would share {folder}. Leave run.name out.")
+    finally:
+        logger.setLevel(level)
+    if refused:
+        raise ConfigError("\n".join([*refused, "No run was started."]))
 
 
 @contextmanager
