@@ -115,7 +115,7 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
                     check = partial(_check_host, settings, facts)
                     silence, port = launcher.node_timeout, _port(settings, run)
                     door = stack.enter_context(Door(place, port, read_key(run.path), check, silence=silence))
-            code = run_attempts(settings, Lead.of(launcher, place, others, door), plan, record)
+            code = run_attempts(settings, Lead.of(launcher, place, others, door), plan, record).exit_code
         finally:
             for other in others:
                 other.announce_end(code)

@@ -24,8 +24,8 @@ from worldsize.world.pinning import pins_here
 _logger = logging.getLogger(__name__)
 
 
-def run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord) -> int:
-    """Start the run, and restart it after failures at most ``launcher.max_restarts`` times; return the exit code.
+def run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord) -> Outcome:
+    """Start the run, and restart it after failures at most ``launcher.max_restarts`` times; return how it ended.
 
     A second failure in a row at the same step ends the run, since another attempt would fail there too.
     """
@@ -34,10 +34,10 @@ def run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: Run
     except RunFolderError as error:
         _logger.error("%s", error)
         record.give_up()
-        return 1
+        return Outcome("failed", 1)
 
 
-def _run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord) -> int:
+def _run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord) -> Outcome:
     console, restarts, failed_at = Console(), 0, -1
     while True:
         with writing(record.directory):
@@ -53,7 +53,7 @@ def _run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: Ru
     _report(record.directory, outcome, console)
     if settings.cluster.debug:
         _logger.info("%s", debug_summary(record.directory, record.attempts[-1]))
-    return outcome.exit_code
+    return outcome
 
 
 def _say_restart(failure: Failure, count: str) -> None:
