@@ -171,6 +171,6 @@ def test_show_says_which_axis_crosses_racks(tmp_path: Path, capsys: pytest.Captu
     hosts = ["+cluster=ssh", "cluster.hosts=[a,b,c,d]", "cluster.processes_per_node=2", "+cluster.tiers.rack=2"]
     mesh = ["strategy=mesh", "strategy.tensor=2", "strategy.pipeline=2", f"strategy.order=[{','.join(STAGES_INSIDE)}]"]
     settings = settings_of(compose_only(["recipe=stdlib_lm", *hosts, *mesh]))
-    assert _show(settings, settings.plan(tmp_path)) == 0
+    assert _show([settings.plan(tmp_path)], settings) == 0
     said = capsys.readouterr().out
     assert "# mesh: pipeline within a rack, data across racks, tensor within a node\n" in said
