@@ -195,8 +195,9 @@ def test_a_failed_gang_is_restarted_within_its_job(submit: Any, laptop: Any) -> 
 
 
 def test_a_sweep_is_a_job_array(submit: Any, tmp_path: Path, laptop: Any) -> None:
-    run = submit("--multirun", "steps=20", "seed=1,2", "launcher.wait=true")
+    run = submit("--multirun", "steps=20", "seed=1,2", "launcher.wait=true", "sweep.metric=loss")
     assert run.code == 0, run.error
+    assert "sweep    2 of 2 runs completed\nbest     " in run.output
     folders = sorted(path.parent for path in (tmp_path / "runs").rglob("run_manifest.json"))
     jobs = sorted(job_of(folder) for folder in folders)
     assert [job.partition("_")[2] for job in jobs] == ["0", "1"]

@@ -163,6 +163,22 @@ def test_joblib_trains_two_runs_side_by_side_and_tells_how_they_ended(train: Any
     assert max(first["start_at"], second["start_at"]) < min(first["end_at"], second["end_at"])
 
 
+def test_a_sweep_ends_with_what_failed_and_why_and_the_best(train: Any, hill: Path) -> None:
+    kill = "[{action: kill, rank: 0, step: 1}]"
+    run = train(*HILL, "-m", "sweep.metric=loss", "lr=0.5,-1,1", f"faults=[],{kill}")
+    assert run.code == 2, "the largest of 0, 1 and 2"
+    summary = run.output.splitlines()[-6:]
+    assert summary[0] == "sweep    2 of 6 runs completed"
+    reasons = [line.split(": ", 2)[2] for line in summary[1:5]]
+    assert [line.split()[:6] for line in summary[1:5]] == [
+        ["failed", "run", str(number), "of", "the", "sweep:"] for number in (2, 3, 4, 6)
+    ]
+    assert all("worker 0 failed at step 1: killed by SIGKILL; " in reasons[place] for place in (0, 3))
+    assert all("lr=-1" in reasons[place] and "must be 0 or more" in reasons[place] for place in (1, 2))
+    assert summary[5].startswith("best     run 5 of the sweep: lr=1 faults=[]: loss 0; ")
+    assert Path(summary[5].rpartition("; ")[2]).is_dir()
+
+
 @pytest.fixture
 def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """``called(task, *words)`` calls ``task`` with every configuration of ``--multirun`` and these words."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, final
 
 from hydra.core.hydra_config import HydraConfig
@@ -21,10 +22,19 @@ from worldsize.errors import ConfigError, WorldsizeError, neighbours
 @final
 @dataclass(frozen=True)
 class Trial:
-    """The end of a run, and its value for a sweep; None if no value is needed, or the run did not complete."""
+    """The end of a run.
+
+    Attributes:
+        exit_code: Its exit code.
+        value: Its value for a sweep; None if no value is needed, or the run did not complete.
+        why: Why it failed, in one line.
+        folder: Its folder; None: no process was started.
+    """
 
     exit_code: int
     value: float | None = None
+    why: str = ""
+    folder: Path | None = None
 
 
 @final
@@ -102,6 +112,12 @@ def is_search() -> bool:
     """Return whether the run belongs to a sweep whose sweeper uses the values of runs."""
     hydra = HydraConfig.get()
     return str(hydra.mode).endswith("MULTIRUN") and "direction" in hydra.sweeper
+
+
+def maximizes(sweep: DictConfig) -> bool:
+    """Return whether a larger value of the metric is better, by the sweep's own direction or its sweeper's."""
+    own = HydraConfig.get().sweeper.get("direction")
+    return "maximize" in (sweep.direction, own.name if isinstance(own, Enum) else own)
 
 
 def value_of(sweep: DictConfig, metrics: Mapping[str, float]) -> float:

@@ -117,7 +117,7 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
                     check = partial(_check_host, settings, facts)
                     silence, port = launcher.node_timeout, _port(settings, run)
                     door = stack.enter_context(Door(place, port, read_key(run.path), check, silence=silence))
-            code = run_attempts(settings, Lead.of(launcher, place, others, door), plan, record)
+            code = run_attempts(settings, Lead.of(launcher, place, others, door), plan, record).exit_code
         except WorldsizeError as error:
             if len(record.attempts) == attempts:  # the hosts did not meet, or differ
                 record.give_up(str(error), unstarted=plan.world_size)

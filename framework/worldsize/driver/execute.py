@@ -23,7 +23,16 @@ from worldsize.config.learning_rate import update_text
 from worldsize.config.objective import Trial, is_search, value_of
 from worldsize.config.remembering import check_resumes
 from worldsize.config.settings import Settings
-from worldsize.core import AgentLauncher, BatchLauncher, Failure, Launcher, Plan
+from worldsize.core import (
+    AgentLauncher,
+    BatchLauncher,
+    Failure,
+    Launcher,
+    Outcome,
+    Plan,
+    metric_key,
+    split_of,
+)
 from worldsize.cost.crossings import crossings_text
 from worldsize.data.balanced import sample_lengths
 from worldsize.data.source import check_paths
@@ -31,6 +40,7 @@ from worldsize.driver.hints import command_line
 from worldsize.driver.record import amend_record, check_same, scrubber_of, with_secrets, write_record
 from worldsize.driver.restarts import run_attempts
 from worldsize.driver.scheduled import wait_for
+from worldsize.driver.sweep_ends import RunEnd, show_ends
 from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, WorldsizeError
 from worldsize.messages import outlive_output
 from worldsize.observe.summary import show_summary
@@ -84,10 +94,18 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
     if is_submitted_together:
         sweep.append(Launch(settings, plan, run))
         return Trial(0)
-    code = _start(settings, plan, run, opened(run))
-    if code or cfg.sweep.metric is None or not is_sweep():
-        return Trial(code)
-    return Trial(code, value_of(cfg.sweep, read_result(run)["metrics"]))
+    outcome = _start(settings, plan, run, opened(run))
+    if outcome.exit_code:
+        return Trial(outcome.exit_code, why=_why(outcome, run), folder=run.path)
+    is_compared = cfg.sweep.metric is not None and is_sweep()
+    value = value_of(cfg.sweep, read_result(run)["metrics"]) if is_compared else None
+    return Trial(0, value, folder=run.path)
+
+
+def _why(outcome: Outcome, run: RunDirectory) -> str:
+    """Say in a line why a run did not complete."""
+    recorded = look(run)
+    return recorded.failure or recorded.exit_reason or outcome.exit_reason
 
 
 def prepared(cfg: DictConfig) -> Settings:
@@ -156,8 +174,8 @@ def checked(cfg: DictConfig) -> Settings:
     return settings
 
 
-def _start(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractContextManager[RunRecord]) -> int:
-    """Hand the plan to the launcher; return the exit code.
+def _start(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractContextManager[RunRecord]) -> Outcome:
+    """Hand the plan to the launcher; return how the run ended.
 
     ``record`` is opened if this process starts the attempts; jobs and agents record their own, under their own lock.
     """
@@ -167,19 +185,19 @@ def _start(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractCo
             return _started(settings, plan, run, record)
     except RunFolderError as error:
         _logger.error("%s", error)
-        return 1
+        return Outcome("failed", 1)
 
 
-def _started(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractContextManager[RunRecord]) -> int:
+def _started(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractContextManager[RunRecord]) -> Outcome:
     match settings.launcher:
         case BatchLauncher() as launcher:
-            return _submit(launcher, [plan], [run])
+            return Outcome("ended", _submit(launcher, [plan], [run]))
         case AgentLauncher() as launcher:
             attempts = len(look(run).attempts)
             outcome = launcher.launch_agents(plan).wait()
             if outcome.failure and len(look(run).attempts) == attempts:  # no agent came so far as to record one
                 _record_failed_start(run, outcome.failure, plan.world_size)
-            return outcome.exit_code
+            return outcome
         case launcher:
             with record as held:
                 return run_attempts(settings, launcher, plan, held)
@@ -225,7 +243,20 @@ def _submit(launcher: BatchLauncher, plans: Sequence[Plan], runs: Sequence[RunDi
         print(f"follow it with: {command_line('logs', '--follow', runs[0].path)}")
         return 0
     wait_for(launcher, [job for job in jobs if job is not None])
-    return max(_ended(run) for run in runs)
+    codes = [_ended(run) for run in runs]
+    if len(runs) > 1:
+        show_ends(Console(), [_end_of(run, code) for run, code in zip(runs, codes, strict=True)])
+    return max(codes)
+
+
+def _end_of(run: RunDirectory, code: int) -> RunEnd:
+    """Return how a run of a sweep ended that a job has trained."""
+    record = look(run)
+    sweep, words = record.manifest["config"]["sweep"], " ".join(record.manifest["overrides"])
+    metric, maximize = sweep["metric"], sweep["direction"] == "maximize"
+    value = None if code or metric is None else read_result(run)["metrics"].get(metric_key(*split_of(metric)))
+    why = record.exit_reason or "it never began"
+    return RunEnd(words, code, why, str(run.path), value, metric=metric, maximize=maximize)
 
 
 def _ended(run: RunDirectory) -> int:
@@ -264,7 +295,7 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
     amend_record(settings, plan, record, clean, words)
     if not isinstance(launcher, Launcher):
         record.close()  # the job, or the first host's agent, takes the lock
-    return _start(settings, plan, run, nullcontext(record))
+    return _start(settings, plan, run, nullcontext(record)).exit_code
 
 
 def _check_steps(settings: Settings, run: RunDirectory) -> None:

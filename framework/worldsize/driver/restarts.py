@@ -25,8 +25,8 @@ from worldsize.world.pinning import pins_here
 _logger = logging.getLogger(__name__)
 
 
-def run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord) -> int:
-    """Start the run, and restart it after failures at most ``launcher.max_restarts`` times; return the exit code.
+def run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord) -> Outcome:
+    """Start the run, and restart it after failures at most ``launcher.max_restarts`` times; return how it ended.
 
     A second failure in a row at the same step ends the run, since another attempt would fail there too.
     """
@@ -35,13 +35,13 @@ def run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: Run
     except RunFolderError as error:
         _logger.error("%s", error)
         record.give_up(str(error))
-        return 1
+        return Outcome("failed", 1)
     except Exception as error:
         record.give_up(f"{type(error).__name__}: {error}")
         raise
 
 
-def _run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord) -> int:
+def _run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord) -> Outcome:
     console, restarts, failed_at = Console(), 0, -1
     while True:
         with writing(record.directory):
@@ -58,7 +58,7 @@ def _run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: Ru
     _report(record.directory, outcome, console)
     if settings.cluster.debug:
         _logger.info("%s", debug_summary(record.directory, record.attempts[-1]))
-    return outcome.exit_code
+    return outcome
 
 
 def _attempt(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord, console: Console) -> Outcome:

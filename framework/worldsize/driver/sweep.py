@@ -13,11 +13,12 @@ from typing import final
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
+from rich.console import Console
 
 from worldsize.config.compose import choices, compose_and_call, is_side_by_side, sweep_points
-from worldsize.config.objective import SweepEnd, SweepEnded, Trial, TrialFailedError, is_search
-from worldsize.driver.exit_codes import ExitCodes, ends_sweep
+from worldsize.config.objective import SweepEnd, SweepEnded, Trial, TrialFailedError, is_search, maximizes
 from worldsize.driver.side_by_side import SideBySide
+from worldsize.driver.sweep_ends import RunEnd, SweepEnds, ends_sweep, one_line
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import refuse, show_messages
 from worldsize.records.redaction import redacted_arguments
@@ -44,7 +45,8 @@ def call_sweep(
         return refuse(error)
     with temporary_folder() as folder, _idle_children_ended():
         side_by_side = SideBySide(folder) if is_side_by_side(arguments) else None
-        sweep = _Sweep(task, ExitCodes(folder), side_by_side, typed=arguments)
+        ends = SweepEnds(folder)
+        sweep = _Sweep(task, ends, side_by_side, typed=arguments)
 
         def call(cfg: DictConfig) -> float | SweepEnd | None:
             return sweep.call(cfg)
@@ -60,6 +62,7 @@ def call_sweep(
         except Exception:  # the sweeper has no values to compare
             if not sweep.has_no_value():
                 raise
+        ends.show(Console())
         return max(refused, *sweep.exit_codes())
 
 
@@ -109,12 +112,12 @@ class _Sweep:
     def __init__(
         self,
         task: Callable[[DictConfig], Trial],
-        codes: ExitCodes,
+        ends: SweepEnds,
         side_by_side: SideBySide | None,
         *,
         typed: Sequence[str],
     ) -> None:
-        self._task, self._codes, self.side_by_side = task, codes, side_by_side
+        self._task, self._ends, self.side_by_side = task, ends, side_by_side
         self._launching, self._typed = os.getpid(), {word.lstrip("+") for word in typed}
 
     def call(self, cfg: DictConfig) -> float | SweepEnd | None:
@@ -129,11 +132,14 @@ class _Sweep:
             show_messages()
             if self.side_by_side is not None:
                 self.side_by_side.join()
-        if self._is_asked() or any(map(ends_sweep, self._codes.noted())):
+        if self._is_asked() or any(map(ends_sweep, self._ends.exit_codes())):
             return SweepEnd()  # another process waits for the runs that continue
-        _logger.info("%s", self._described())
+        label = self._label()
+        _logger.info("%s", label)
         trial = self._tried(cfg)
-        self._codes.note(trial.exit_code, of_search=is_search())
+        folder = str(trial.folder) if trial.folder else None
+        goal = {"metric": cfg.sweep.metric, "maximize": maximizes(cfg.sweep)}
+        self._ends.note(RunEnd(label, trial.exit_code, trial.why, folder, trial.value, is_search(), **goal))
         if ends_sweep(trial.exit_code):
             if is_here:
                 raise SweepEnded
@@ -142,8 +148,8 @@ class _Sweep:
             raise TrialFailedError(f"the run ended with exit code {trial.exit_code}")
         return trial.value
 
-    def _described(self) -> str:
-        """Return a line about the run that begins, since many follow each other on a terminal."""
+    def _label(self) -> str:
+        """Return a line about the run, since many follow each other on a terminal."""
         own = HydraConfig.get()
         varied = [word for word in own.overrides.task if word.lstrip("+") not in self._typed]
         return f"run {own.job.num + 1} of the sweep: {' '.join(redacted_arguments(varied))}"
@@ -156,20 +162,20 @@ class _Sweep:
         try:
             return self._task(cfg)
         except WorldsizeError as error:  # Hydra would print a traceback
-            return Trial(refuse(error))
-        except Exception:
+            return Trial(refuse(error), why=one_line(error))
+        except Exception as error:
             if not is_search():
                 raise
             traceback.print_exc()  # the sweeper may continue without showing it
-            return Trial(1)
+            return Trial(1, why=one_line(error))
 
     def has_no_value(self) -> bool:
         """Return whether the search has no value: none of its runs has completed, or a signal has ended it."""
-        return self._is_asked() or self._codes.is_failed_search()
+        return self._is_asked() or self._ends.is_failed_search()
 
     def exit_codes(self) -> list[int]:
         """Return the exit code of each run, and that of a signal that no run has handled."""
-        codes = self._codes.noted()
+        codes = self._ends.exit_codes()
         if self.side_by_side is not None and not any(map(ends_sweep, codes)):
             codes.append(self.side_by_side.exit_code())
         return codes or [0]
