@@ -72,6 +72,9 @@ def test_a_job_asks_for_the_cpus_that_its_processes_need(tmp_path: Path) -> None
     assert "cpus-per-task=4" in options(tmp_path, cluster_of(BASE, threads=None, data_workers="auto"))
     assert "cpus-per-task=5" in options(tmp_path, cluster, cpus_per_task=5)
     assert "cpus-per-task=5" in options(tmp_path, cluster, cpus_per_task=5, exclusive=True)
+    asked = options(tmp_path, cluster, options={"cpus-per-gpu": 7}, gpus_per_node=2)  # which Slurm takes in its place
+    assert "cpus-per-gpu=7" in asked
+    assert not any(each.startswith("cpus-per-task") for each in asked)
 
 
 def test_a_node_of_its_own_is_used_with_all_its_cpus(tmp_path: Path) -> None:

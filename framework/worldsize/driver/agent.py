@@ -106,7 +106,6 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
     with opened(run) as record, ExitStack() as stack:
         code, door, attempts = 1, None, len(record.attempts)
         try:
-            check_paths(settings.recipe)
             if place.count > 1:
                 facts = facts_of(settings.recipe, place)  # takes seconds, so before other hosts connect and wait
                 agents = gather(place, _port(settings, run), read_key(run.path), **_waits(settings, launcher))
@@ -117,6 +116,7 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
                     check = partial(_check_host, settings, facts)
                     silence, port = launcher.node_timeout, _port(settings, run)
                     door = stack.enter_context(Door(place, port, read_key(run.path), check, silence=silence))
+            check_paths(settings.recipe)  # on this host, after what the others lack was compared with it
             code = run_attempts(settings, Lead.of(launcher, place, others, door), plan, record).exit_code
         except WorldsizeError as error:
             if len(record.attempts) == attempts:  # the hosts did not meet, or differ

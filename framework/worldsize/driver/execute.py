@@ -104,7 +104,10 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
 
 def _why(outcome: Outcome, run: RunDirectory) -> str:
     """Say in a line why a run did not complete."""
-    recorded = look(run)
+    try:
+        recorded = look(run)
+    except WorldsizeError:  # its folder was deleted
+        return outcome.exit_reason
     return recorded.failure or recorded.exit_reason or outcome.exit_reason
 
 
@@ -255,7 +258,7 @@ def _end_of(run: RunDirectory, code: int) -> RunEnd:
     sweep, words = record.manifest["config"]["sweep"], " ".join(record.manifest["overrides"])
     metric, maximize = sweep["metric"], sweep["direction"] == "maximize"
     value = None if code or metric is None else read_result(run)["metrics"].get(metric_key(*split_of(metric)))
-    why = record.exit_reason or "it never began"
+    why = record.failure or record.exit_reason or "it never began"
     return RunEnd(words, code, why, str(run.path), value, metric=metric, maximize=maximize)
 
 

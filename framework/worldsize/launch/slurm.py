@@ -102,15 +102,13 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
         return [f"{job}_{task}" for task in range(len(plans))] if len(plans) > 1 else [job]
 
     def _write_script(self, plans: Sequence[Plan]) -> Path:
-        """Write the script into the first run's folder; return its path."""
+        """Write the script into the folder of each run; return the first one's path."""
+        text = self.describe_all(plans)
         for plan in plans:
             write_key(plan.run_dir)
             (plan.run_dir / "logs").mkdir(exist_ok=True)
-        script = plans[0].run_dir / SCRIPT
-        script.write_text(self.describe_all(plans))
-        for plan in plans[1:]:
-            (plan.run_dir / SCRIPT).symlink_to(script)
-        return script
+            (plan.run_dir / SCRIPT).write_text(text)
+        return plans[0].run_dir / SCRIPT
 
     def describe(self, plan: Plan) -> str:
         return self.describe_all([plan])
@@ -202,8 +200,9 @@ def _check_gpus(launcher: Slurm) -> None:
 
 
 def _asked_cpus(launcher: Slurm, cluster: Cluster) -> int | None:
-    """Return the CPUs that the job asks for on each node; None: all that an exclusive node has."""
-    return launcher.cpus_per_task or (None if launcher.exclusive else cluster.cpus_per_node)
+    """Return the CPUs that the job asks for on each node; None: those of an exclusive node, or of another option."""
+    is_told = launcher.exclusive or any(name.startswith("cpus-per") for name in launcher.options)
+    return launcher.cpus_per_task or (None if is_told else cluster.cpus_per_node)
 
 
 def _options(launcher: Slurm, plans: Sequence[Plan]) -> list[tuple[str, Any]]:
