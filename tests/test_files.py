@@ -21,7 +21,7 @@ OTHERS = {  # what reads files by itself, none of which lies in the folder of a 
     "core/image.py": "images",
     "data/": "data",
     "driver/examine.py": "the test of whether data can be opened",
-    "driver/exit_codes.py": "a private folder of a sweep",
+    "driver/sweep_ends.py": "a private folder of a sweep",
     "driver/host_check.py": "the lock and the sources of this installation",
     "driver/side_by_side.py": "a private folder of a sweep",
     "files.py": "the function that opens the files of a run",

@@ -53,7 +53,7 @@ def last_error(text: str) -> str:
     """Return the error at the end of a traceback in one line; of another text the first line."""
     lines = [line for line in text.splitlines() if line.strip()] or ["no cause"]
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
-    after = lines[frames[-1] :] if frames and lines[0].startswith("Traceback") else lines
+    after = lines[frames[-1] if frames else 1 :] if lines[0].startswith("Traceback") else lines
     return next((line for line in after if not line[0].isspace()), lines[-1]).strip()
 
 
@@ -82,7 +82,8 @@ def show_messages() -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):  # it flushes, perhaps to a full disk
+                stream.reconfigure(errors="backslashreplace")
     logger, handler = logging.getLogger("worldsize"), _StandardError()
     handler.setFormatter(_Line())
     logger.handlers = [handler]

@@ -18,9 +18,9 @@ from rich.console import Console
 from worldsize.config.compose import choices, compose_and_call, is_side_by_side, sweep_points
 from worldsize.config.objective import SweepEnd, SweepEnded, Trial, TrialFailedError, is_search, maximizes
 from worldsize.driver.side_by_side import SideBySide
-from worldsize.driver.sweep_ends import RunEnd, SweepEnds, ends_sweep, one_line
+from worldsize.driver.sweep_ends import RunEnd, SweepEnds, ends_sweep
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.messages import refuse, show_messages
+from worldsize.messages import last_error, refuse, show_messages
 from worldsize.records.redaction import redacted_arguments
 from worldsize.world.scratch import temporary_folder
 
@@ -162,12 +162,12 @@ class _Sweep:
         try:
             return self._task(cfg)
         except WorldsizeError as error:  # Hydra would print a traceback
-            return Trial(refuse(error), why=one_line(error))
+            return Trial(refuse(error), why=last_error(str(error) or type(error).__name__))
         except Exception as error:
             if not is_search():
                 raise
             traceback.print_exc()  # the sweeper may continue without showing it
-            return Trial(1, why=one_line(error))
+            return Trial(1, why=last_error(str(error) or type(error).__name__))
 
     def has_no_value(self) -> bool:
         """Return whether the search has no value: none of its runs has completed, or a signal has ended it."""

@@ -14,8 +14,6 @@ from rich.console import Console
 from worldsize.messages import printable
 from worldsize.world.preemption import PREEMPTED
 
-_LONGEST = 300  # characters of a reason
-
 
 @final
 @dataclass(frozen=True)
@@ -95,10 +93,3 @@ def show_ends(console: Console, ends: Sequence[RunEnd]) -> None:
         rows.append(f"best     {values[best].label}: {ends[0].metric} {best:.4g}; {values[best].folder}")
     for row in rows:
         console.print(printable(row), soft_wrap=True, highlight=False, markup=False, emoji=False)
-
-
-def one_line(error: BaseException | str) -> str:
-    """Return the first line of an error, or the last one of a traceback, so short that a summary can show it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
