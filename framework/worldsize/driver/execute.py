@@ -104,8 +104,10 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
 
 def _why(outcome: Outcome, run: RunDirectory) -> str:
     """Say in a line why a run did not complete."""
-    recorded = look(run)
-    return recorded.failure or recorded.exit_reason or outcome.exit_reason
+    with suppress(WorldsizeError):  # its folder may have been deleted
+        recorded = look(run)
+        return recorded.failure or recorded.exit_reason or outcome.exit_reason
+    return outcome.exit_reason
 
 
 def prepared(cfg: DictConfig) -> Settings:
