@@ -14,9 +14,7 @@ from rich.console import Console
 from tests.observe.run_folders import attempt, write_run
 from worldsize.app import logs, status
 from worldsize.app.watch import watch
-from worldsize.core import Failure, Outcome, Plan
-from worldsize.core.cluster import Cluster
-from worldsize.driver.record import without_secrets
+from worldsize.core import Failure, Outcome
 from worldsize.messages import last_error
 from worldsize.observe.events import describe_event, is_event
 from worldsize.observe.report.page import page
@@ -110,11 +108,22 @@ def test_the_last_error_of_a_text_is_one_line(text: str, error: str) -> None:
     assert last_error(text) == error
 
 
-def test_secret_values_in_an_error_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_values_in_an_error_are_not_recorded(unstarted: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORE_PASSWORD", "from-the-environment")
-    given = json.dumps([[["recipe", "url"], "from-the-configuration"]])
-    plan = Plan(tmp_path, Cluster("laptop", 1, 1, "cpu", "gloo"), {}, {}, secrets={"WORLDSIZE_SECRETS": given})
+    given = {"WORLDSIZE_SECRETS": json.dumps([[["recipe", "url"], "from-the-configuration"]])}
     error = "KeyError: from-the-environment, from-the-configuration at https://me:key@store/?token=abc"
-    outcome = without_secrets(Outcome("failed", 1, Failure("worker", 0, error, 1)), plan)
+    with opened(unstarted, given) as record:
+        record.begin_attempt([], world_size=1)
+        outcome = record.end_attempt(Outcome("failed", 1, Failure("worker", 0, error, 1)))
+        record.give_up(error, unstarted=1)
+    monkeypatch.setenv("WORLDSIZE_SECRETS", given["WORLDSIZE_SECRETS"])  # as for a worker that torchrun starts
+    with opened(unstarted) as record:
+        record.give_up(error, unstarted=1)
+        monkeypatch.delenv("WORLDSIZE_SECRETS")
+        record.amend(record.manifest, config="", overrides="", secrets=given)
+        record.give_up(error, unstarted=1)
     assert outcome.failure is not None
     assert outcome.failure.cause.startswith("KeyError: <redacted>, <redacted> at ")
+    causes = [each["failure"]["cause"] for each in look(unstarted).attempts]
+    assert causes == ["KeyError: <redacted>, <redacted> at https://store/?token=<redacted>"] * 4
+    assert "from-the" not in unstarted.events.read_text()

@@ -1,7 +1,8 @@
-"""Names and exclusive creation of a run's folder."""
+"""Names, exclusive creation and checks of a run's folder."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -13,10 +14,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, final
 
-from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.errors import ConfigError, RunFolderError, WorldsizeError
 from worldsize.files import RECORD, is_file, is_folder
+from worldsize.world.scratch import full_folder
 
 _LATEST = 253_402_300_799.0  # Unix time of the last second of the year 9999
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE)
 _logger = logging.getLogger(__name__)
 
 _RANKS = 1000  # whose files lie in one folder: file systems of clusters are slow with more
@@ -119,6 +122,25 @@ def is_missing(path: Path) -> bool:
     except OSError as error:
         return isinstance(error, FileNotFoundError | NotADirectoryError)
     return False
+
+
+@contextmanager
+def writing(directory: RunDirectory) -> Iterator[None]:
+    """Convert errors inside the context that the run's folder is gone or cannot be written to RunFolderError."""
+    try:
+        yield
+    except OSError as error:
+        if is_missing(directory.manifest):
+            text = f"the run folder {directory.path} was deleted while the run trained, so nothing more can be saved."
+            raise RunFolderError(text) from error
+        file = error.filename if isinstance(error.filename, str) else None  # unknown when a write fails
+        is_inside = file is not None and Path(file).is_relative_to(directory.path)
+        if error.errno not in _STORAGE_ERRORS and not is_inside:
+            raise
+        place = f"the run folder {directory.path}" if is_inside or file is None else file
+        place = place if file is not None else full_folder(directory.path) or place
+        text = f"{place} cannot be written any more ({error.strerror or error}); resume the run once that is repaired."
+        raise RunFolderError(text) from error
 
 
 def private(folder: Path) -> Path:
