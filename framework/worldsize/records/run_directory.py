@@ -183,17 +183,21 @@ def runs_below(root: Path) -> list[RunDirectory]:
 def check_entries(directory: RunDirectory) -> None:
     """Raise WorldsizeError if the folder has an entry through which a run would write elsewhere, or block.
 
-    Loggers own the folders that they make, and some make links there.
+    Entries in ``wandb`` are not examined, since wandb links its log there: only wandb writes through them. The
+    folders of other loggers are examined like all others. Another process may remove entries meanwhile.
     """
     for folder, folders, files in os.walk(directory.path):
-        if Path(folder) == directory.path and "wandb" in folders:
-            folders.remove("wandb")
         for path in (Path(folder, name) for name in (*folders, *files)):
-            mode = path.lstat().st_mode
+            try:
+                mode = path.lstat().st_mode
+            except FileNotFoundError:
+                continue
             is_inside = stat.S_ISLNK(mode) and path.resolve().is_relative_to(directory.path.resolve())
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or is_inside):
                 kind = "a link out of the run folder" if stat.S_ISLNK(mode) else "no regular file"
                 raise WorldsizeError(f"{path} is {kind}. Remove it, or put a copy in its place; nothing was started.")
+        if Path(folder) == directory.path and "wandb" in folders:
+            folders.remove("wandb")
 
 
 @contextmanager

@@ -297,8 +297,8 @@ def opened(directory: RunDirectory, secrets: Mapping[str, str] = MappingProxyTyp
         is_run = is_file(directory.manifest)
         with writing(directory) if is_run else nullcontext():
             if is_run:  # else the lock would be left in a folder that is no run
-                check_entries(directory)
                 lock.enter_context(run_lock(directory.path))
+                check_entries(directory)
             record = RunRecord(directory, _settle(directory), lock, process_scrubber(secrets))
         yield record
 
