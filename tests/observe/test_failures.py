@@ -85,6 +85,12 @@ def test_an_end_before_or_outside_of_an_attempt_is_a_failure_of_the_launching_pr
         record.give_up("ConfigError: the hosts differ. Update them.", unstarted=4)
         record.begin_attempt([], world_size=4)
     host = os.uname().nodename
+    killed = look(unstarted)
+    events = [json.loads(line) for line in unstarted.events.read_text().splitlines()]
+    assert [
+        {"event": "failure", "time": each["end_at"], "attempt": each["number"], **each["failure"]}
+        for each in killed.attempts
+    ] == events
     assert [each["exit_reason"] for each in look(unstarted).attempts] == ["failed", "killed"]
     assert [each["failure"]["cause"] for each in look(unstarted).attempts] == [
         "ConfigError: the hosts differ. Update them.",
@@ -127,3 +133,11 @@ def test_secret_values_in_an_error_are_not_recorded(unstarted: RunDirectory, mon
     causes = [each["failure"]["cause"] for each in look(unstarted).attempts]
     assert causes == ["KeyError: <redacted>, <redacted> at https://store/?token=<redacted>"] * 4
     assert "from-the" not in unstarted.events.read_text()
+
+
+def test_a_failure_is_not_noted_through_a_link(unstarted: RunDirectory, tmp_path: Path) -> None:
+    with opened(unstarted) as record:
+        record.begin_attempt([], world_size=1)
+    unstarted.events.symlink_to(tmp_path / "outside")
+    assert look(unstarted).exit_reason == "killed"
+    assert not (tmp_path / "outside").exists()

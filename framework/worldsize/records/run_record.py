@@ -313,6 +313,7 @@ def _settle(directory: RunDirectory) -> Manifest:
         ended = _with_end(manifest, **facts, failure=failure_of_launcher(_KILLED, host))
         directory.reserve.unlink(missing_ok=True)
         manifest = write_manifest(directory.manifest, ended, own=is_own(manifest))
+        note_failure(directory.events, manifest["attempts"][-1])
     return manifest
 
 
