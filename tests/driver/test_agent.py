@@ -41,7 +41,7 @@ def test_a_first_host_that_is_not_satisfied_tells_the_others_that_the_run_is_ove
     record = SimpleNamespace(
         attempts=[], give_up=lambda cause, unstarted: log.append(f"{unstarted} not started: {cause}")
     )
-    monkeypatch.setattr(leading, "opened", lambda run: nullcontext(record))
+    monkeypatch.setattr(leading, "opened", lambda *_: nullcontext(record))
     monkeypatch.setattr(leading, "read_key", lambda _: None)
     monkeypatch.setattr(leading, "_port", lambda *_: 1)
     settings = SimpleNamespace(recipe=None, cluster=SimpleNamespace(timeout=1.0))

@@ -22,8 +22,8 @@ from worldsize.errors import CheckpointError, RunFolderError
 from worldsize.launch.folder_watch import FolderWatch
 from worldsize.records import run_record
 from worldsize.records.manifest import read_manifest, write_manifest
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import look, opened, writing
+from worldsize.records.run_directory import RunDirectory, writing
+from worldsize.records.run_record import look, opened
 
 REPOSITORY = Path(__file__).parents[2]
 OPTIONS = ("recipe=digits", "recipe.width=4", "cluster.threads=1", "cluster.processes=2", "logger=none", "log_every=1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -23,6 +24,7 @@ import pytest
 from tests.conftest import Run
 from tests.small_disk import mounted
 from worldsize.errors import ConfigError
+from worldsize.launch import terminal as module
 from worldsize.world import scratch
 from worldsize.world.preemption import note
 
@@ -169,3 +171,15 @@ def test_a_full_folder_for_temporary_files_is_blamed_itself(train: Callable[...,
         run = train("recipe=digits", "cluster.processes=1", "steps=2", TMPDIR=str(small))
         assert (run.code, run.folder) == (2, None)
         assert run.error == f"{small}, the folder for temporary files, has no room. Set TMPDIR to one that has.\n"
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 1 << 20])
+def test_lines_of_an_earlier_attempt_are_counted_as_python_splits_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    log, text = tmp_path / "log", b"a\nb\r\n10 %\r20 %\r\r\n\xff\xc3\xa9\n\ncut off"
+    log.write_bytes(text)
+    for start in range(len(text) + 1):
+        lines = io.StringIO(text[:start].decode(errors="replace"), newline=None).readlines()
+        assert module._lines_before(start, log) == sum(line.endswith("\n") for line in lines)

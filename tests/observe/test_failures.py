@@ -14,9 +14,7 @@ from rich.console import Console
 from tests.observe.run_folders import attempt, write_run
 from worldsize.app import logs, status
 from worldsize.app.watch import watch
-from worldsize.core import Failure, Outcome, Plan
-from worldsize.core.cluster import Cluster
-from worldsize.driver.record import without_secrets
+from worldsize.core import Failure, Outcome
 from worldsize.messages import last_error
 from worldsize.observe.events import describe_event, is_event
 from worldsize.observe.report.page import page
@@ -87,6 +85,12 @@ def test_an_end_before_or_outside_of_an_attempt_is_a_failure_of_the_launching_pr
         record.give_up("ConfigError: the hosts differ. Update them.", unstarted=4)
         record.begin_attempt([], world_size=4)
     host = os.uname().nodename
+    killed = look(unstarted)
+    events = [json.loads(line) for line in unstarted.events.read_text().splitlines()]
+    assert [
+        {"event": "failure", "time": each["end_at"], "attempt": each["number"], **each["failure"]}
+        for each in killed.attempts
+    ] == events
     assert [each["exit_reason"] for each in look(unstarted).attempts] == ["failed", "killed"]
     assert [each["failure"]["cause"] for each in look(unstarted).attempts] == [
         "ConfigError: the hosts differ. Update them.",
@@ -110,11 +114,30 @@ def test_the_last_error_of_a_text_is_one_line(text: str, error: str) -> None:
     assert last_error(text) == error
 
 
-def test_secret_values_in_an_error_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_values_in_an_error_are_not_recorded(unstarted: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORE_PASSWORD", "from-the-environment")
-    given = json.dumps([[["recipe", "url"], "from-the-configuration"]])
-    plan = Plan(tmp_path, Cluster("laptop", 1, 1, "cpu", "gloo"), {}, {}, secrets={"WORLDSIZE_SECRETS": given})
+    given = {"WORLDSIZE_SECRETS": json.dumps([[["recipe", "url"], "from-the-configuration"]])}
     error = "KeyError: from-the-environment, from-the-configuration at https://me:key@store/?token=abc"
-    outcome = without_secrets(Outcome("failed", 1, Failure("worker", 0, error, 1)), plan)
+    with opened(unstarted, given) as record:
+        record.begin_attempt([], world_size=1)
+        outcome = record.end_attempt(Outcome("failed", 1, Failure("worker", 0, error, 1)))
+        record.give_up(error, unstarted=1)
+    monkeypatch.setenv("WORLDSIZE_SECRETS", given["WORLDSIZE_SECRETS"])  # as for a worker that torchrun starts
+    with opened(unstarted) as record:
+        record.give_up(error, unstarted=1)
+        monkeypatch.delenv("WORLDSIZE_SECRETS")
+        record.amend(record.manifest, config="", overrides="", secrets=given)
+        record.give_up(error, unstarted=1)
     assert outcome.failure is not None
     assert outcome.failure.cause.startswith("KeyError: <redacted>, <redacted> at ")
+    causes = [each["failure"]["cause"] for each in look(unstarted).attempts]
+    assert causes == ["KeyError: <redacted>, <redacted> at https://store/?token=<redacted>"] * 4
+    assert "from-the" not in unstarted.events.read_text()
+
+
+def test_a_failure_is_not_noted_through_a_link(unstarted: RunDirectory, tmp_path: Path) -> None:
+    with opened(unstarted) as record:
+        record.begin_attempt([], world_size=1)
+    unstarted.events.symlink_to(tmp_path / "outside")
+    assert look(unstarted).exit_reason == "killed"
+    assert not (tmp_path / "outside").exists()

@@ -18,6 +18,7 @@ import pytest
 from tests.observe.browser import PROGRAM, browser
 from tests.observe.run_folders import HOSTILE, START, attempt, write_run
 from worldsize.app.logs import lines
+from worldsize.app.report import write
 from worldsize.driver.scheduled import Scheduler
 from worldsize.errors import WorldsizeError
 from worldsize.observe.report import read
@@ -346,6 +347,15 @@ def test_a_run_that_was_trained_is_reported_and_watched(
     assert watched.returncode == 0, watched.stderr
     assert "attempt 1: completed" in watched.stdout
     assert f"step 6  test: accuracy {accuracy:.4f}" in watched.stdout
+
+
+def test_only_the_page_in_a_run_folder_replaces_a_link(tmp_path: Path) -> None:
+    run, target = write_run(tmp_path / "run", steps=1), tmp_path / "target"
+    for link in (run / "report.html", tmp_path / "output"):  # an output may be /dev/stdout
+        target.write_bytes(b"")
+        link.symlink_to(target)
+        write([run], link if link.name == "output" else None)
+        assert link.is_symlink() == (target.stat().st_size > 0) == (link.name == "output")
 
 
 def test_a_folder_without_runs_is_refused(command: Any, tmp_path: Path) -> None:

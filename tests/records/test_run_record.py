@@ -208,6 +208,15 @@ def test_a_record_that_is_closed_can_be_opened_by_the_job_that_it_was_closed_for
             assert is_locked(run)
 
 
+def test_entries_are_examined_only_under_the_lock(run: Path) -> None:
+    os.mkfifo(run / "pipe")
+    with run_lock(run), pytest.raises(WorldsizeError, match="is being trained by"), opened(RunDirectory(run)):
+        pass
+    with pytest.raises(WorldsizeError, match="pipe is no regular file"), opened(RunDirectory(run)):
+        pass
+    assert not is_locked(run)
+
+
 def test_a_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises(WorldsizeError, match="cannot be read: No such file"), opened(RunDirectory(tmp_path)):
         pass

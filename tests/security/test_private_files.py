@@ -16,6 +16,7 @@ from tests.conftest import Train
 from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.code import capture_code
 from worldsize.reproducibility.plugins import keep
+from worldsize.reproducibility.private_files import why_private
 
 SECRETS = {  # each in a format that its issuer has published; none was ever valid
     "notes.txt": "-----BEGIN OPENSSH PRIVATE KEY-----\n",
@@ -32,6 +33,8 @@ SECRETS = {  # each in a format that its issuer has published; none was ever val
     "start.sh": "export DB_PASSWORD=" + "a1B2" * 5 + "\n",
     "log.sh": "WANDB_API_KEY=" + "0a1b" * 10 + "\n",
     "state.json": '{"password":"' + "a1B2" * 5 + '"}\n',
+    "client.py": "self._password = '" + "a1B2" * 5 + "=='\n",
+    "registry.txt": "//registry.npmjs.org/:_authToken=" + "0a1b2c3d-4e5f-6071-8293-a4b5c6d7e8f9" + "\n",
     "pay.py": "token = 'sk_live_" + "a" * 24 + "'\n",
 }
 
@@ -92,6 +95,13 @@ def test_a_file_with_a_key_in_it_is_left_out(project: Path, name: str) -> None:
     (project / name).write_text(SECRETS[name])
     code = capture_code(project, exclude=project / "runs")
     assert (code.left_out, code.patch) == ((name,), b"")
+
+
+@pytest.mark.parametrize("part", ["A", "a.", "A=", "key: ", "secret ", "//example.org/"])
+def test_a_long_line_is_searched_in_linear_time(tmp_path: Path, part: str) -> None:
+    """Quadratic time would be hours, after which the time limit ends the test."""
+    (tmp_path / "data.txt").write_text(f"key{' ' * 1_000_000}\n{part * (1_000_000 // len(part))}(")
+    assert why_private(tmp_path / "data.txt", "data.txt") is None
 
 
 def test_code_that_names_secrets_and_holds_none_is_kept(project: Path) -> None:

@@ -40,8 +40,12 @@ def write(folders: list[Path], output: Path | None) -> Path:
     """
     text = page(folders)
     path = (output or Path(os.path.commonpath(folders)) / NAME).absolute()
+    data = text.encode(errors="replace")
     try:
-        replace_file(path, text.encode(errors="replace"))
+        if output:  # it may be a pipe or a device
+            path.write_bytes(data)
+        else:
+            replace_file(path, data)
     except OSError as error:
         raise WorldsizeError(f"{path} cannot be written: {error.strerror}. Name another file with --output.") from None
     return path

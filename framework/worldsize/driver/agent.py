@@ -103,7 +103,7 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
     others: list[RemoteAgent] = []
     if lost_first(os.environ) or (job_of(os.environ) or {}).get("requeues"):
         _wait_for_lock(run, settings.cluster.timeout)
-    with opened(run) as record, ExitStack() as stack:
+    with opened(run, plan.secrets) as record, ExitStack() as stack:
         code, door, attempts = 1, None, len(record.attempts)
         try:
             if place.count > 1:

@@ -45,8 +45,8 @@ from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, W
 from worldsize.messages import outlive_output
 from worldsize.observe.summary import show_summary
 from worldsize.planning.construction import check_construction, check_trainable
-from worldsize.records.run_directory import RunDirectory, created, planned
-from worldsize.records.run_record import RunRecord, look, note_job, opened, read_result, writing
+from worldsize.records.run_directory import RunDirectory, created, planned, writing
+from worldsize.records.run_record import RunRecord, look, note_job, opened, read_result
 
 _logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
     if is_submitted_together:
         sweep.append(Launch(settings, plan, run))
         return Trial(0)
-    outcome = _start(settings, plan, run, opened(run))
+    outcome = _start(settings, plan, run, opened(run, plan.secrets))
     if outcome.exit_code:
         return Trial(outcome.exit_code, why=_why(outcome, run), folder=run.path)
     is_compared = cfg.sweep.metric is not None and is_sweep()
@@ -199,16 +199,16 @@ def _started(settings: Settings, plan: Plan, run: RunDirectory, record: Abstract
             attempts = len(look(run).attempts)
             outcome = launcher.launch_agents(plan).wait()
             if outcome.failure and len(look(run).attempts) == attempts:  # no agent came so far as to record one
-                _record_failed_start(run, outcome.failure, plan.world_size)
+                _record_failed_start(run, outcome.failure, plan)
             return outcome
         case launcher:
             with record as held:
                 return run_attempts(settings, launcher, plan, held)
 
 
-def _record_failed_start(run: RunDirectory, failure: Failure, world_size: int) -> None:
-    with suppress(WorldsizeError), opened(run) as record:  # refused while an agent is alive after all
-        record.give_up(f"{failure.host}: {failure.cause}", unstarted=world_size)
+def _record_failed_start(run: RunDirectory, failure: Failure, plan: Plan) -> None:
+    with suppress(WorldsizeError), opened(run, plan.secrets) as record:  # refused while an agent is alive after all
+        record.give_up(f"{failure.host}: {failure.cause}", unstarted=plan.world_size)
 
 
 def _show(plans: Sequence[Plan], settings: Settings) -> int:

@@ -20,12 +20,12 @@ from worldsize.config.catalogue import Plugin, used
 from worldsize.config.compose import additional_folder, choices, task_overrides, variables_of
 from worldsize.config.search_path import bundle
 from worldsize.config.settings import Settings
-from worldsize.core import ConfigError, ContainerImage, Launcher, Outcome, Plan
+from worldsize.core import ConfigError, ContainerImage, Launcher, Plan
 from worldsize.cost.crossings import axis_tiers
 from worldsize.data.permutation import ORDER
 from worldsize.engine.initial_weights import InitialWeights
 from worldsize.errors import neighbours
-from worldsize.records.redaction import SHORTEST, Scrubber, scrubber, withheld
+from worldsize.records.redaction import Scrubber, scrubber, withheld
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, create_record, view
 from worldsize.reproducibility import seeds
@@ -65,16 +65,6 @@ def with_secrets(settings: Settings, plan: Plan, clean: Scrubber) -> Plan:
     """Add to the plan the secret values, which no file of the run contains."""
     secrets = withheld(settings.config, clean.tree(settings.config))
     return replace(plan, secrets={"WORLDSIZE_SECRETS": json.dumps(secrets)}) if secrets else plan
-
-
-def without_secrets(outcome: Outcome, plan: Plan) -> Outcome:
-    """Return the outcome as it is recorded: the error of a process may quote a secret value."""
-    if outcome.failure is None:
-        return outcome
-    given = [str(value) for _, value in json.loads(plan.secrets.get("WORLDSIZE_SECRETS", "[]"))]
-    known = scrubber({}, os.environ, Path.home() / ".netrc").secrets
-    clean = Scrubber((*known, *(value for value in given if len(value) >= SHORTEST)))
-    return replace(outcome, failure=replace(outcome.failure, cause=clean.text(outcome.failure.cause)))
 
 
 def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrubber) -> None:
@@ -129,7 +119,8 @@ def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrub
         resumed = {"attempt": len(manifest["attempts"]) + 1, "changes": [list(each) for each in changed]}
         amended["resumed"] = [*manifest.get("resumed", ()), clean.tree(resumed)]
         amended = with_claim(amended)
-    record.amend(amended, config=config_text(config), overrides=overrides_text(words, clean))
+    overrides = overrides_text(words, clean)
+    record.amend(amended, config=config_text(config), overrides=overrides, secrets=plan.secrets)
 
 
 def config_text(config: Mapping[str, Any]) -> str:

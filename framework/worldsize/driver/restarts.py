@@ -12,14 +12,14 @@ from rich.console import Console
 from worldsize.config.settings import Settings
 from worldsize.core import Launcher, Outcome, Plan
 from worldsize.driver.hints import command_line
-from worldsize.driver.record import with_claim, without_secrets
+from worldsize.driver.record import with_claim
 from worldsize.errors import RunFolderError
 from worldsize.observe.debug_summary import debug_summary
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import show_summary
 from worldsize.records.attempt import failure_text
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import RunRecord, read_result, writing
+from worldsize.records.run_directory import RunDirectory, writing
+from worldsize.records.run_record import RunRecord, read_result
 from worldsize.world.pinning import pins_here
 
 _logger = logging.getLogger(__name__)
@@ -68,10 +68,9 @@ def _attempt(settings: Settings, launcher: Launcher, plan: Plan, record: RunReco
     settings.strategy.prepare(run.servers(number))
     job = launcher.launch(replace(plan, attempt=number))
     with Progress(run.metrics, settings.training.steps, console):
-        outcome = without_secrets(job.wait(), plan)
+        outcome = job.wait()
     shutil.rmtree(run.servers(number), ignore_errors=True)  # keys and addresses are those of one attempt
-    record.end_attempt(outcome, with_claim)
-    return outcome
+    return record.end_attempt(outcome, with_claim)
 
 
 def _report(run: RunDirectory, outcome: Outcome, console: Console) -> None:

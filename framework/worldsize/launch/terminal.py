@@ -13,6 +13,7 @@ from worldsize.files import open_regular
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
+_CHUNK = 1 << 20  # bytes
 _logger = logging.getLogger(__name__)
 
 
@@ -55,5 +56,9 @@ def _lines_before(start: int, log: Path) -> int:
     """Return how many lines of a log end before byte ``start``, as Python splits a text file."""
     if not start:
         return 0
+    decoder, lines = io.IncrementalNewlineDecoder(None, translate=True), 0
     with open_regular(log) as file:
-        return sum(line.endswith("\n") for line in io.StringIO(file.read(start).decode(errors="replace"), newline=None))
+        while start and (chunk := file.read(min(start, _CHUNK))):
+            start -= len(chunk)
+            lines += decoder.decode(chunk.decode("latin-1"), final=not start).count("\n")
+    return lines

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from worldsize.core.launcher import Failure, MembershipRecord
+from worldsize.files import open_regular
 from worldsize.messages import last_error, printable
 from worldsize.records.redaction import without_credentials
 from worldsize.world.environments import job_of
@@ -135,11 +136,11 @@ def failure_text(failure: Mapping[str, object]) -> str:
 
 
 def note_failure(events: Path, attempt: Attempt) -> None:
-    """Append the failure of an attempt, if it has one, to ``events.jsonl``, unless the disk has no room for it."""
+    """Append the failure of an attempt, if it has one, to ``events.jsonl``, unless that cannot be written."""
     if failure := attempt.get("failure"):
         row = {"event": FAILURE, "time": attempt["end_at"], "attempt": attempt["number"], **failure}
-        with suppress(OSError), events.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        with suppress(OSError), open_regular(events, append=True) as file:
+            file.write(f"{json.dumps(row)}\n".encode())
 
 
 def end_of(attempt: Attempt | None, *, begun: float) -> dict[str, Any]:

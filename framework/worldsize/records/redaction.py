@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -139,6 +141,17 @@ def scrubber(config: Any, environ: Mapping[str, str], netrc: Path, *, interpolat
     values |= {password for value in kept_out for password in _URL_PASSWORD.findall(value)}
     values |= set(re.findall(r"\bpassword\s+(\S+)", netrc.read_text())) if os.access(netrc, os.R_OK) else set()
     return Scrubber(tuple(sorted((value for value in values if len(value) >= SHORTEST), key=len, reverse=True)))
+
+
+def process_scrubber(secrets: Mapping[str, str]) -> Scrubber:
+    """Return the scrubber for errors in this process: its environment, netrc, and the values of ``Plan.secrets``."""
+    given = json.loads({**os.environ, **secrets}.get("WORLDSIZE_SECRETS", "[]"))
+    values = {str(value) for _, value in given if len(str(value)) >= SHORTEST}
+    netrc = Path("~/.netrc")
+    with suppress(RuntimeError):  # the user has no home folder
+        netrc = netrc.expanduser()
+    values |= {*scrubber({}, os.environ, netrc).secrets}
+    return Scrubber(tuple(sorted(values, key=len, reverse=True)))
 
 
 def withheld(config: Any, written: Any, path: Keys = ()) -> list[tuple[Keys, Any]]:

@@ -1,7 +1,8 @@
-"""Names and exclusive creation of a run's folder."""
+"""Names, exclusive creation and checks of a run's folder."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -13,10 +14,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, final
 
-from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.errors import ConfigError, RunFolderError, WorldsizeError
 from worldsize.files import RECORD, is_file, is_folder
+from worldsize.world.scratch import full_folder
 
 _LATEST = 253_402_300_799.0  # Unix time of the last second of the year 9999
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE)
 _logger = logging.getLogger(__name__)
 
 _RANKS = 1000  # whose files lie in one folder: file systems of clusters are slow with more
@@ -121,6 +124,25 @@ def is_missing(path: Path) -> bool:
     return False
 
 
+@contextmanager
+def writing(directory: RunDirectory) -> Iterator[None]:
+    """Convert errors inside the context that the run's folder is gone or cannot be written to RunFolderError."""
+    try:
+        yield
+    except OSError as error:
+        if is_missing(directory.manifest):
+            text = f"the run folder {directory.path} was deleted while the run trained, so nothing more can be saved."
+            raise RunFolderError(text) from error
+        file = error.filename if isinstance(error.filename, str) else None  # unknown when a write fails
+        is_inside = file is not None and Path(file).is_relative_to(directory.path)
+        if error.errno not in _STORAGE_ERRORS and not is_inside:
+            raise
+        place = f"the run folder {directory.path}" if is_inside or file is None else file
+        place = place if file is not None else full_folder(directory.path) or place
+        text = f"{place} cannot be written any more ({error.strerror or error}); resume the run once that is repaired."
+        raise RunFolderError(text) from error
+
+
 def private(folder: Path) -> Path:
     """Make ``folder``, readable only by this user, and its parent if it is missing; return it."""
     for each in (folder.parent, folder):
@@ -161,17 +183,21 @@ def runs_below(root: Path) -> list[RunDirectory]:
 def check_entries(directory: RunDirectory) -> None:
     """Raise WorldsizeError if the folder has an entry through which a run would write elsewhere, or block.
 
-    Loggers own the folders that they make, and some make links there.
+    Entries in ``wandb`` are not examined, since wandb links its log there: only wandb writes through them. The
+    folders of other loggers are examined like all others. Another process may remove entries meanwhile.
     """
     for folder, folders, files in os.walk(directory.path):
-        if Path(folder) == directory.path and "wandb" in folders:
-            folders.remove("wandb")
         for path in (Path(folder, name) for name in (*folders, *files)):
-            mode = path.lstat().st_mode
+            try:
+                mode = path.lstat().st_mode
+            except FileNotFoundError:
+                continue
             is_inside = stat.S_ISLNK(mode) and path.resolve().is_relative_to(directory.path.resolve())
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or is_inside):
                 kind = "a link out of the run folder" if stat.S_ISLNK(mode) else "no regular file"
                 raise WorldsizeError(f"{path} is {kind}. Remove it, or put a copy in its place; nothing was started.")
+        if Path(folder) == directory.path and "wandb" in folders:
+            folders.remove("wandb")
 
 
 @contextmanager

@@ -6,7 +6,6 @@ Only this module reads and writes ``run_manifest.json``, ``overrides.yaml`` and 
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -14,11 +13,12 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, final
 
-from worldsize.errors import CheckpointError, RunFolderError, WorldsizeError
+from worldsize.errors import CheckpointError, WorldsizeError
 from worldsize.files import is_file, read_regular, replace_file
 from worldsize.records.attempt import (
     Attempt,
@@ -33,10 +33,10 @@ from worldsize.records.attempt import (
 from worldsize.records.goodput import goodput
 from worldsize.records.lock import is_locked, run_lock
 from worldsize.records.manifest import is_own, read_manifest, write_manifest
-from worldsize.records.run_directory import RunDirectory, check_entries, is_missing
+from worldsize.records.redaction import Scrubber, process_scrubber
+from worldsize.records.run_directory import RunDirectory, check_entries, writing
 from worldsize.strict_json import LARGEST, parse
 from worldsize.world.environments import lost_first
-from worldsize.world.scratch import full_folder
 
 if TYPE_CHECKING:  # these import torch, for which those who only look at records do not wait
     from worldsize.core import Outcome
@@ -48,7 +48,6 @@ Manifest = Mapping[str, Any]
 _KILLED = "it was killed, or its host was lost"
 _NO_DIGEST = "The run has no metrics_digest, since that could equal no other run's."
 _RESERVED_BYTES = 64 << 10  # for a manifest and a result beside the ones that they replace
-_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE)
 
 
 @final
@@ -155,25 +154,6 @@ def note_job(directory: RunDirectory, name: str) -> None:
     write_manifest(directory.manifest, {**manifest, "jobs": jobs}, own=is_own(manifest))
 
 
-@contextmanager
-def writing(directory: RunDirectory) -> Iterator[None]:
-    """Convert errors inside the context that the run's folder is gone or cannot be written to RunFolderError."""
-    try:
-        yield
-    except OSError as error:
-        if is_missing(directory.manifest):
-            text = f"the run folder {directory.path} was deleted while the run trained, so nothing more can be saved."
-            raise RunFolderError(text) from error
-        file = error.filename if isinstance(error.filename, str) else None  # unknown when a write fails
-        is_inside = file is not None and Path(file).is_relative_to(directory.path)
-        if error.errno not in _STORAGE_ERRORS and not is_inside:
-            raise
-        place = f"the run folder {directory.path}" if is_inside or file is None else file
-        place = place if file is not None else full_folder(directory.path) or place
-        text = f"{place} cannot be written any more ({error.strerror or error}); resume the run once that is repaired."
-        raise RunFolderError(text) from error
-
-
 def _reserve(directory: RunDirectory) -> None:
     """Reserve space on the disk with incompressible bytes, unless it is reserved."""
     if not directory.reserve.exists():
@@ -184,8 +164,8 @@ def _reserve(directory: RunDirectory) -> None:
 class RunRecord:
     """The record of a run, for its only writer; see :func:`opened`."""
 
-    def __init__(self, directory: RunDirectory, manifest: Manifest, lock: ExitStack) -> None:
-        self.directory = directory
+    def __init__(self, directory: RunDirectory, manifest: Manifest, lock: ExitStack, scrubber: Scrubber) -> None:
+        self.directory, self._scrubber = directory, scrubber
         self._manifest, self._lock, self._own = manifest, lock, is_own(manifest)
         self._version = self._version_on_disk()
         self._attempt: Attempt | None = None  # the one that this process has begun and not ended
@@ -221,8 +201,9 @@ class RunRecord:
         """Adopt another user's record, whose code this user has agreed to run; from now on this user signs it."""
         self._own = True
 
-    def amend(self, manifest: Manifest, *, config: str, overrides: str) -> None:
-        """Record that the run resumes with another configuration."""
+    def amend(self, manifest: Manifest, *, config: str, overrides: str, secrets: Mapping[str, str]) -> None:
+        """Record that the run resumes with another configuration, and scrub its ``secrets`` from errors."""
+        self._scrubber = process_scrubber(secrets)
         with writing(self.directory):
             write_configuration(self.directory, config=config, overrides=overrides)
             self._write(manifest)
@@ -248,12 +229,18 @@ class RunRecord:
         self.directory.result.unlink(missing_ok=True)
         return len(self.attempts)
 
-    def end_attempt(self, outcome: Outcome, claim: Callable[[Manifest], Manifest] = lambda manifest: manifest) -> None:
-        """Record how the attempt ended, and its results; ``claim`` returns the manifest with what it claims then."""
+    def end_attempt(
+        self, outcome: Outcome, claim: Callable[[Manifest], Manifest] = lambda manifest: manifest
+    ) -> Outcome:
+        """Record the attempt's end and results; return the outcome without secrets.
+
+        ``claim`` returns the manifest with what it claims then.
+        """
         self.directory.reserve.unlink(missing_ok=True)
         facts = {key: getattr(outcome, key) for key in ("exit_reason", "exit_code", "steps", "first_step_at")}
-        if first := outcome.failure:
-            facts["failure"] = failure_of(first)
+        if first := outcome.failure:  # it may quote a secret value
+            scrubbed = replace(first, cause=self._scrubber.text(first.cause))
+            outcome, facts["failure"] = replace(outcome, failure=scrubbed), failure_of(scrubbed)
         if outcome.memberships:
             facts["memberships"] = list(outcome.memberships)
         if self.directory.transport.exists():
@@ -267,6 +254,7 @@ class RunRecord:
         self._attempt = None
         write_result(self.directory, results)
         note_failure(self.directory.events, manifest["attempts"][-1])
+        return outcome
 
     def give_up(self, cause: str, *, unstarted: int = 0) -> None:
         """Record, if there is space, why the attempt failed here, or ``unstarted`` processes before it."""
@@ -277,7 +265,8 @@ class RunRecord:
             if self._attempt is not None:
                 attempts = [*self.attempts[: self._attempt["number"] - 1], self._attempt]
                 manifest = {**self.manifest, "attempts": attempts, "results": {"exit_reason": "failed"}}
-                facts = {"failure": failure_of_launcher(cause), "exit_reason": "failed", "exit_code": 1}
+                failure = failure_of_launcher(self._scrubber.text(cause))
+                facts = {"failure": failure, "exit_reason": "failed", "exit_code": 1}
                 self._write(_with_end(manifest, **facts, **end_of(self._attempt, begun=self._begun)))
                 self._attempt = None
                 note_failure(self.directory.events, self.attempts[-1])
@@ -296,8 +285,10 @@ class RunRecord:
 
 
 @contextmanager
-def opened(directory: RunDirectory) -> Iterator[RunRecord]:
+def opened(directory: RunDirectory, secrets: Mapping[str, str] = MappingProxyType({})) -> Iterator[RunRecord]:
     """Open the record of a run for writing. An attempt that was killed is recorded as such.
+
+    ``secrets``: those of the plan, whose values are removed from recorded errors.
 
     Raises:
         WorldsizeError: the run does not exist, or a process holds its lock already.
@@ -306,9 +297,9 @@ def opened(directory: RunDirectory) -> Iterator[RunRecord]:
         is_run = is_file(directory.manifest)
         with writing(directory) if is_run else nullcontext():
             if is_run:  # else the lock would be left in a folder that is no run
-                check_entries(directory)
                 lock.enter_context(run_lock(directory.path))
-            record = RunRecord(directory, _settle(directory), lock)
+                check_entries(directory)
+            record = RunRecord(directory, _settle(directory), lock, process_scrubber(secrets))
         yield record
 
 
@@ -322,6 +313,7 @@ def _settle(directory: RunDirectory) -> Manifest:
         ended = _with_end(manifest, **facts, failure=failure_of_launcher(_KILLED, host))
         directory.reserve.unlink(missing_ok=True)
         manifest = write_manifest(directory.manifest, ended, own=is_own(manifest))
+        note_failure(directory.events, manifest["attempts"][-1])
     return manifest
 
 

@@ -31,15 +31,18 @@ _KEYS = {  # formats of keys that detect-secrets lacks
     "Google key": r"\bAIza[\w-]{35}\b",
     "Groq key": r"\bgsk_[A-Za-z0-9]{40}",
     "Hugging Face token": r"\bhf_[A-Za-z0-9]{34}\b",
-    "npm token": r"\bnpm_[A-Za-z0-9]{36}\b",
+    "npm token": r"\bnpm_[A-Za-z0-9]{36}\b|:_authToken=[ \t]*[A-Fa-f0-9-]{36}",
     "OpenAI key": r"\bsk-(proj|svcacct)-[\w-]{40}",
     "Replicate token": r"\br8_[A-Za-z0-9]{37}\b",
     "Vault token": r"\bhv[bs]\.[\w-]{24}",
 }
-_ASSIGNED = re.compile(
-    r"([A-Za-z][\w.-]*)[\"']?[ \t]*[:=][ \t]*[\"']?(?:(?:Bearer|Basic|token)[ \t]+)?([A-Za-z0-9+/=_~-]{16,})"
+_UNUSED = {"Public IP (ipv4)", "NPM tokens"}  # of detect-secrets: no key; quadratic time in a line with URLs
+_ASSIGNED = re.compile(  # linear time: a match begins only where a word does, and a value has "=" only at its end
+    r"(?<![\w.-])([\w.-]{1,80})[\"']?[ \t]*[:=][ \t]*[\"']?"
+    r"(?:(?:Bearer|Basic|token)[ \t]+)?([A-Za-z0-9+/_~-]{16,}={0,2})"
     r"(?=[\s\"',;&})\]]|$)"  # else it is code, such as a call
 )
+_SPACES = re.compile(r" {2,}")  # patterns of detect-secrets take cubic time in their number
 _RANDOM = re.compile(r"[0-9a-f-]{32,}|(?=.*[a-z])(?=.*[A-Z])(?=.*\d).*")
 
 
@@ -63,7 +66,7 @@ def why_private(path: Path, name: str, *, include: Sequence[str] = ()) -> str | 
     content = path.read_bytes()
     if b"\0" in content[:8192]:
         return None
-    text = content.decode(errors="replace")
+    text = _SPACES.sub(" ", content.decode(errors="replace"))
     return next((f"it seems to hold: {kind}" for kind, finds in _detectors() if finds(text)), None)
 
 
@@ -92,7 +95,7 @@ def _known_formats() -> Iterator[tuple[str, Callable[[str], bool]]]:
     yield "a random text assigned to a name of a secret", _assigns_secret
     known: Mapping[str, type[Any]] = get_mapping_from_secret_type_to_class()
     for kind, detector in known.items():
-        if issubclass(detector, RegexBasedDetector) and kind != "Public IP (ipv4)":
+        if issubclass(detector, RegexBasedDetector) and kind not in _UNUSED:
             yield kind, partial(_finds, detector())
 
 

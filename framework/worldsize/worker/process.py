@@ -28,8 +28,8 @@ from worldsize.files import read_regular
 from worldsize.messages import show_messages
 from worldsize.observe.health.process import HealthProcess
 from worldsize.observe.transport import audit, listen_to_nccl, nccl_log, transport_warning, write
-from worldsize.records.run_directory import RunDirectory, make_folder_of
-from worldsize.records.run_record import opened, writing
+from worldsize.records.run_directory import RunDirectory, make_folder_of, writing
+from worldsize.records.run_record import opened
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.strategies.deferred.model import state_follows
 from worldsize.strict_json import LARGEST, parse
