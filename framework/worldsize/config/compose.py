@@ -86,12 +86,15 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
         code = cast("FunctionType", task).__code__
         if error.__cause__ or any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__)):
             raise  # of the task, perhaps in another process, and not of Hydra
+        if isinstance(error, OSError) and error.filename is None:
+            raise  # of the output, such as a pipe that nobody reads
         if isinstance(error, OSError):
             raise ConfigError(
                 f"{error.filename} cannot be written: {error.strerror}. "
                 "Set run.root, or hydra.sweep.dir, to a folder that you may write; nothing was started."
             ) from error
-        raise ConfigError(f"Hydra cannot read this: {str(error).splitlines()[0]}.") from error
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"Hydra cannot read this: {why}.") from error
     except SweepEnded as end:
         if end.error is not None:
             raise end.error from None
