@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -40,6 +41,9 @@ from worldsize.config.search_path import check_unique, main_conf, searched
 from worldsize.core.limits import FilePath, check_limits, hints_of
 from worldsize.errors import ConfigError, neighbours
 
+_logger = logging.getLogger(__name__)
+
+_FEW = 4  # runs of a sweep whose checks take no time that needs a message
 _LONG_NUMBER = re.compile(r"\d{1001}")  # Python refuses those of 4,300 digits with an error of its own
 
 
@@ -133,10 +137,13 @@ def sweep_points(arguments: Sequence[str]) -> Iterator[DictConfig]:
         with _initialised():
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
             (points,) = BasicSweeper.split_arguments(parser.parse_overrides(words), None)
-        for point in points:
+        if len(points) > _FEW:
+            _logger.info("checking %d runs", len(points))
+        for number, point in enumerate(points):
             with _initialised():
                 cfg = _composed([*point, "hydra.mode=MULTIRUN"])
-            yield _entered(cfg)
+            OmegaConf.update(cfg, "hydra.job", {"id": number, "num": number})  # as Hydra's launcher does
+            yield _with_home(_entered(cfg))
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, arguments) from error
 
