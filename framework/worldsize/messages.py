@@ -159,10 +159,11 @@ def outlive_output() -> None:
             descriptor = stream.fileno()
             with suppress(OSError):
                 stream.flush()
-            file = io.BufferedWriter(_LastingFile(descriptor, name))
-            lines = stream.line_buffering
-            lasting = io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=lines)
-            setattr(sys, name, lasting)
+            lines, unbuffered = stream.line_buffering, stream.write_through  # the latter: python -u
+            raw = _LastingFile(descriptor, name)
+            file = raw if unbuffered else io.BufferedWriter(raw)
+            kind = {"line_buffering": lines, "write_through": unbuffered}
+            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "backslashreplace", **kind))
 
 
 @contextmanager

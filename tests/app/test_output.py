@@ -18,7 +18,7 @@ from worldsize.driver.hints import needs_uv
 from worldsize.messages import until_output_closes
 
 
-@pytest.mark.parametrize("words", [("--help",), ("status", "--help"), ("list", "strategy")])
+@pytest.mark.parametrize("words", [("--help",), ("status", "--help"), ("list", "strategy"), ("train", "--cfg", "all")])
 def test_a_command_whose_reader_has_gone_says_nothing(words: tuple[str, ...]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -42,6 +42,19 @@ def test_the_help_of_a_run_that_only_its_first_line_is_read_of_says_nothing(tmp_
 def test_another_connection_that_breaks_is_an_error() -> None:
     with pytest.raises(BrokenPipeError, match="a server"), until_output_closes():
         raise BrokenPipeError("a server")
+
+
+def test_output_that_python_does_not_buffer_stays_so_when_it_may_be_lost() -> None:
+    program = """if True:
+        import os, sys
+        from worldsize.messages import outlive_output
+        outlive_output()
+        for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
+            print("a", end="", file=stream)
+            os.write(descriptor, b"b")
+    """
+    done = subprocess.run([sys.executable, "-u", "-c", program], capture_output=True)
+    assert (done.stdout, done.stderr) == (b"ab", b"ab")
 
 
 def test_a_command_that_exits_leaves_processes_of_others_their_time() -> None:

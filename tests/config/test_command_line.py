@@ -77,6 +77,15 @@ def test_what_is_recorded_composes_again() -> None:
     assert (cfg.steps, cfg.seed) == (3, 5)
 
 
+def test_an_error_of_hydra_without_a_message_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ValueError
+
+    monkeypatch.setattr("hydra.main", lambda **_: lambda task: fail)
+    with pytest.raises(ConfigError, match=r"^Hydra cannot read this: ValueError\.$"):
+        compose_and_call(lambda cfg: None, ["--multirun", "seed=1,2"])
+
+
 @pytest.mark.parametrize("words", [[], ["experiment=text", "seed=5"], ["~schedule", "+sweep.a=1"]])
 def test_a_single_run_has_the_configuration_that_hydras_command_line_gives(words: Sequence[str]) -> None:
     def seen(*flags: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from worldsize.config.compose import compose_only
 from worldsize.data.balanced import Balanced
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
+from worldsize.driver.execute import checked
 from worldsize.errors import ConfigError
 
 CPU, SAMPLES, BATCH, LOGICAL, POOL = torch.device("cpu"), 500, 24, 4, 32
@@ -136,3 +139,14 @@ def test_data_without_lengths_are_refused() -> None:
         next(micro_batches(TensorDataset(torch.arange(9)), order, CPU))
     with pytest.raises(ConfigError, match="a stream"):
         next(micro_batches(iter([1, 2, 3]), order, CPU))
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"), [((), True), (("cluster=torchrun",), False), (("run.evaluates=/a/checkpoint",), False)]
+)
+def test_only_a_training_run_on_this_machine_looks_at_its_data_before(words: tuple[str, ...], refused: bool) -> None:
+    cfg = compose_only(["recipe=digits", "logger=none", "length_balanced=true", *words])
+    before = torch.get_rng_state()
+    with pytest.raises(ConfigError, match="no attribute lengths") if refused else nullcontext():
+        checked(cfg)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from worldsize.config.compose import is_side_by_side, wants_sweep
 from worldsize.config.objective import ObjectiveCheck, SweepEnded, Trial, value_of
 from worldsize.driver.sweep import call_sweep
 from worldsize.errors import ConfigError
+from worldsize.launch.torchrun import Torchrun
 from worldsize.records.redaction import REDACTED
 
 RECIPE = '''
@@ -262,6 +264,38 @@ def test_no_run_of_a_sweep_starts_if_a_later_one_is_refused(
     assert train_sweep([*usual, f"run.root={tmp_path}", *words]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_is_checked_with_the_numbers_and_paths_of_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, list[tuple[str, str]]] = {"check": [], "task": []}
+
+    def note(cfg: DictConfig, where: str) -> Trial:
+        seen[where].append((cfg.run.name, cfg.init_from))
+        return Trial(0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    words = ["-m", "recipe=digits", "run.name=s${hydra:job.num}-${hydra:job.id}", "init_from=~/a,~/b"]
+    assert call_sweep(partial(note, where="task"), words, check=partial(note, where="check")) == 0
+    assert seen["check"] == seen["task"] == [("s0-0", "/home/me/a"), ("s1-1", "/home/me/b")]
+
+
+def test_a_cluster_is_asked_once_for_all_runs_of_a_sweep_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(Torchrun, "check", lambda self, cluster: asked.append(cluster.nodes), raising=False)
+    monkeypatch.setattr("worldsize.driver.execute.write_record", lambda *_: None)
+    monkeypatch.setattr("worldsize.app.train._submit", lambda sweep: 10 + len(sweep))
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    caplog.set_level(logging.INFO, "worldsize")
+    usual = ("-m", "recipe=digits", "logger=none", "strategy=ddp", f"run.root={tmp_path}", "cluster=torchrun")
+    assert train_sweep([*usual, "cluster.nodes=1,2", "seed=1,2,3"]) == 16
+    assert asked == [1, 2, 1, 2], "before the sweep, and when its runs are made"
+    assert caplog.messages.count("checking 6 runs") == 1
 
 
 def test_a_refusal_that_ends_a_sweep_hides_no_larger_code(called: Callable[..., int]) -> None:

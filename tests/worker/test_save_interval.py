@@ -13,12 +13,16 @@ from typing import Any
 
 import pytest
 
+from tests.observe.run_folders import attempt, write_run
 from tests.outcome import outcome
 from tests.own_recipe import write_recipe
 from worldsize.checkpoints.format import complete, read, step_of
+from worldsize.config.compose import compose_only
+from worldsize.config.composed import settings_of
 from worldsize.core import SaveIntervalChanged
 from worldsize.cost.checkpoints import expected_seconds, interval_seconds, mtbf_seconds
-from worldsize.worker.save_interval import SaveInterval
+from worldsize.records.run_directory import RunDirectory
+from worldsize.worker.save_interval import SaveInterval, save_interval
 
 STEP, SAVE, RESTART, STEPS = 0.5, 4.0, 30.0, 200_000  # seconds, and steps of a simulated run
 
@@ -156,6 +160,19 @@ def test_a_run_that_has_failed_saves_early() -> None:
     interval = automatic(Clock(1e12, 0), 1, declared=None)
     interval.resume(0, {})
     assert [interval.is_due(step) for step in (9, 10)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("reason", "steps", "saves_early"),
+    [("failed", None, False), ("failed", [0, 5], True), ("killed", None, True), ("preempted", [0, 5], False)],
+)
+def test_an_attempt_that_failed_before_its_first_step_changes_no_interval(
+    reason: str, steps: list[int] | None, saves_early: bool, tmp_path: Path
+) -> None:
+    run = RunDirectory(write_run(tmp_path / "run", steps=1, attempts=[attempt(1, steps=steps, reason=reason)]))
+    interval = save_interval(settings_of(compose_only(["recipe=digits"])), run, None, emit=lambda event: None)
+    interval.resume(0, {})
+    assert interval.is_due(10) is saves_early
 
 
 @pytest.mark.parametrize("mtbf", [600.0, 3600.0, 20_000.0])

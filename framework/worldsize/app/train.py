@@ -15,6 +15,7 @@ from worldsize.messages import refuse, show_messages, until_output_closes
 
 if TYPE_CHECKING:
     from worldsize.config.objective import Trial
+    from worldsize.core import Cluster, LaunchMethod
     from worldsize.driver.execute import Launch
 
 
@@ -29,6 +30,7 @@ def main() -> None:
 def train(arguments: Sequence[str]) -> int:
     """Train; return 0 if completed, 1 if a process failed, 2 if it cannot run, 128 + n if ended by signal n."""
     sweep: list[Launch] = []
+    asked: list[tuple[LaunchMethod, Cluster]] = []
 
     def task(cfg: DictConfig) -> Trial:
         # imports torch, which takes seconds: misspelt options are reported before
@@ -39,7 +41,7 @@ def train(arguments: Sequence[str]) -> int:
     def check(cfg: DictConfig) -> None:
         from worldsize.driver.execute import prepared
 
-        prepared(cfg)
+        prepared(cfg, asked)
 
     from worldsize.config.compose import wants_sweep  # imports Hydra, which other commands do not need
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -26,13 +27,14 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, Node, OmegaConf, open_dict
-from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from worldsize.config import schema
 from worldsize.config.command_line import brings_files, folder_of_flags, hydra_of_first_point, normalised
 from worldsize.config.explain import explain, scheduler_option
 from worldsize.config.files_read import forget_files, place_of
 from worldsize.config.launcher_schema import LauncherSource
+from worldsize.config.learning_rate import with_rate
 from worldsize.config.objective import SweepEnded
 from worldsize.config.overrides import key_of
 from worldsize.config.schema import Schema
@@ -40,6 +42,9 @@ from worldsize.config.search_path import check_unique, main_conf, searched
 from worldsize.core.limits import FilePath, check_limits, hints_of
 from worldsize.errors import ConfigError, neighbours
 
+_logger = logging.getLogger(__name__)
+
+_FEW = 4  # runs of a sweep whose checks take no time that needs a message
 _LONG_NUMBER = re.compile(r"\d{1001}")  # Python refuses those of 4,300 digits with an error of its own
 
 
@@ -86,12 +91,15 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
         code = cast("FunctionType", task).__code__
         if error.__cause__ or any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__)):
             raise  # of the task, perhaps in another process, and not of Hydra
+        if isinstance(error, OSError) and error.filename is None:
+            raise  # of the output, such as a pipe that nobody reads
         if isinstance(error, OSError):
             raise ConfigError(
                 f"{error.filename} cannot be written: {error.strerror}. "
                 "Set run.root, or hydra.sweep.dir, to a folder that you may write; nothing was started."
             ) from error
-        raise ConfigError(f"Hydra cannot read this: {str(error).splitlines()[0]}.") from error
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"Hydra cannot read this: {why}.") from error
     except SweepEnded as end:
         if end.error is not None:
             raise end.error from None
@@ -130,10 +138,13 @@ def sweep_points(arguments: Sequence[str]) -> Iterator[DictConfig]:
         with _initialised():
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
             (points,) = BasicSweeper.split_arguments(parser.parse_overrides(words), None)
-        for point in points:
+        if len(points) > _FEW:
+            _logger.info("checking %d runs", len(points))
+        for number, point in enumerate(points):
             with _initialised():
                 cfg = _composed([*point, "hydra.mode=MULTIRUN"])
-            yield _entered(cfg)
+            OmegaConf.update(cfg, "hydra.job", {"id": number, "num": number})  # as Hydra's launcher does
+            yield _with_home(_entered(cfg))
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, arguments) from error
 
@@ -259,7 +270,7 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
         ConfigError: a key does not exist, a value is missing or outside what the schema's annotations say, or an
             interpolation cannot be resolved.
     """
-    cfg = _with_rate(cfg)
+    cfg = with_rate(cfg)
     _check_keys(cfg, "")
     try:
         plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -268,44 +279,6 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     assert isinstance(plain, dict)
     _check_values(cfg, plain, "")
     return {str(key): value for key, value in plain.items()}
-
-
-def _with_rate(cfg: DictConfig) -> DictConfig:
-    """Return the configuration, with ``lr: null`` if no learning rate is given and nothing in use takes one.
-
-    The optimizer and the schedule are used where another section, usually the recipe, names them.
-
-    Raises:
-        ConfigError: something in use takes a learning rate.
-    """
-    if not OmegaConf.is_missing(cfg, "lr") and cfg.lr is not None:
-        return cfg
-    copy = deepcopy(cfg)
-    copy.lr = "???"
-    for section in map(str, copy):
-        if section not in ("lr", "optimizer", "schedule") and (taker := _taker_of_rate(copy, section)):
-            raise ConfigError(
-                f"lr is missing, and {taker} takes it. Set lr=0.001 or another learning rate, on the command line or "
-                f"as lr in the recipe's YAML, or set {taker} itself."
-            )
-    copy.lr = None
-    return copy
-
-
-def _taker_of_rate(cfg: DictConfig, section: str) -> str | None:
-    """Return a key in ``section``, or in sections that it refers to, whose value uses ``${lr}``, else None."""
-    node = cfg._get_node(section)
-    if not isinstance(node, Node) or node._is_missing():
-        return None
-    try:
-        value = cfg[section]
-        if OmegaConf.is_config(value):
-            OmegaConf.to_container(value, resolve=True)
-    except InterpolationToMissingValueError as error:
-        return str(error.full_key or section) if str(error).splitlines()[0].endswith(": lr") else None
-    except OmegaConfBaseException:
-        return None  # reported when all sections are resolved
-    return None
 
 
 def _check_values(node: DictConfig, plain: Mapping[Any, Any], path: str, *, is_checked: bool = False) -> None:

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from worldsize.errors import ConfigError
 
@@ -108,3 +112,41 @@ def _varies(settings: Settings) -> bool:
 def _ruled(settings: Settings) -> float:
     """Return the samples that go with a whole ``lr``."""
     return update_samples(settings) if _varies(settings) else settings.training.batch_size
+
+
+def with_rate(cfg: DictConfig) -> DictConfig:
+    """Return the configuration ``cfg``, with ``lr: null`` if no learning rate is given and nothing in use takes one.
+
+    The optimizer and the schedule are used where another section, usually the recipe, names them.
+
+    Raises:
+        ConfigError: something in use takes a learning rate.
+    """
+    if not OmegaConf.is_missing(cfg, "lr") and cfg.lr is not None:
+        return cfg
+    copy = deepcopy(cfg)
+    copy.lr = "???"
+    for section in map(str, copy):
+        if section not in ("lr", "optimizer", "schedule") and (taker := _taker_of_rate(copy, section)):
+            raise ConfigError(
+                f"lr is missing, and {taker} takes it. Set lr=0.001 or another learning rate, on the command line or "
+                f"as lr in the recipe's YAML, or set {taker} itself."
+            )
+    copy.lr = None
+    return copy
+
+
+def _taker_of_rate(cfg: DictConfig, section: str) -> str | None:
+    """Return a key in ``section``, or in sections that it refers to, whose value uses ``${lr}``, else None."""
+    node = cfg._get_node(section)
+    if not isinstance(node, Node) or node._is_missing():
+        return None
+    try:
+        value = cfg[section]
+        if OmegaConf.is_config(value):
+            OmegaConf.to_container(value, resolve=True)
+    except InterpolationToMissingValueError as error:
+        return str(error.full_key or section) if str(error).splitlines()[0].endswith(": lr") else None
+    except OmegaConfBaseException:
+        return None  # reported when all sections are resolved
+    return None

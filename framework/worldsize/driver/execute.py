@@ -26,8 +26,10 @@ from worldsize.config.settings import Settings
 from worldsize.core import (
     AgentLauncher,
     BatchLauncher,
+    Cluster,
     Failure,
     Launcher,
+    LaunchMethod,
     Outcome,
     Plan,
     metric_key,
@@ -47,6 +49,7 @@ from worldsize.observe.summary import show_summary
 from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.records.run_directory import RunDirectory, created, planned, writing
 from worldsize.records.run_record import RunRecord, look, note_job, opened, read_result
+from worldsize.reproducibility.seeds import generators_kept
 
 _logger = logging.getLogger(__name__)
 
@@ -71,7 +74,7 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
         SweepEnded: the run has ended without the metric that the sweep optimizes.
     """
     lengths = lengths_of(cfg)
-    settings = prepared(cfg)
+    settings = prepared(cfg, [(each.settings.launcher, each.settings.cluster) for each in sweep])
     is_submitted_together = isinstance(settings.launcher, BatchLauncher) and is_sweep()
     run = planned(Path(cfg.run.root), choices()["recipe"], cfg.run.name)
     plan = settings.plan(run.path)
@@ -111,8 +114,10 @@ def _why(outcome: Outcome, run: RunDirectory) -> str:
     return recorded.failure or recorded.exit_reason or outcome.exit_reason
 
 
-def prepared(cfg: DictConfig) -> Settings:
+def prepared(cfg: DictConfig, asked: list[tuple[LaunchMethod, Cluster]]) -> Settings:
     """Build the settings of a new run, after all checks that need neither its folder nor its processes.
+
+    ``asked``: launchers and clusters of other runs, whose check is not repeated; those of this run are added.
 
     Raises:
         ConfigError: the run cannot be started.
@@ -126,7 +131,9 @@ def prepared(cfg: DictConfig) -> Settings:
     if settings.initial:
         makes_rows = any(role.serves for role in settings.roles.values())
         settings.initial.check(settings.recipe, makes_rows=makes_rows)
-    if cfg.launch != "show":  # which may be asked for elsewhere
+    target = (settings.launcher, settings.cluster)
+    if cfg.launch != "show" and target not in asked:  # what is shown may be for another machine
+        asked.append(target)
         _check(settings, is_started=cfg.launch == "run")
     return settings
 
@@ -163,10 +170,10 @@ def checked(cfg: DictConfig) -> Settings:
     settings = settings_of(cfg)
     if isinstance(settings.launcher, Launcher):  # else other machines have the data, whose agents look for them
         check_paths(settings.recipe)
+        if settings.training.length_balanced and settings.run.evaluates is None:
+            with suppress(OSError, ImportError), generators_kept():  # a worker says better what is missing
+                sample_lengths(settings.recipe.data("train"))
     check_trainable(settings.recipe, settings.strategy)
-    if settings.training.length_balanced:
-        with suppress(OSError, ImportError):  # the data may be where the processes run alone
-            sample_lengths(settings.recipe.data("train"))
     check_construction(
         settings.recipe,
         settings.strategy,

@@ -71,20 +71,19 @@ def _check_all(check: Callable[[DictConfig], object], arguments: Sequence[str]) 
     refused, numbers = [], dict[str, int]()
     logger = logging.getLogger("worldsize")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # the runs show their messages themselves
-    try:
-        for number, cfg in enumerate(sweep_points(arguments), start=1):
-            try:
-                check(cfg)
-            except WorldsizeError as error:
-                refused.append(f"run {number} of the sweep is refused: {error}")
-            if cfg.run.name is None or cfg.launch == "show":
-                continue
-            folder = f"{cfg.run.root}/{choices()['recipe']}/{cfg.run.name}"
-            if (first := numbers.setdefault(folder, number)) != number:
-                refused.append(f"runs {first} and {number} of the sweep would share {folder}. Leave run.name out.")
-    finally:
-        logger.setLevel(level)
+    for number, cfg in enumerate(sweep_points(arguments), start=1):
+        logger.setLevel(logging.ERROR)  # the runs show their messages themselves
+        try:
+            check(cfg)
+        except WorldsizeError as error:
+            refused.append(f"run {number} of the sweep is refused: {error}")
+        finally:
+            logger.setLevel(level)
+        if cfg.run.name is None or cfg.launch == "show":
+            continue
+        folder = f"{cfg.run.root}/{choices()['recipe']}/{cfg.run.name}"
+        if (first := numbers.setdefault(folder, number)) != number:
+            refused.append(f"runs {first} and {number} of the sweep would share {folder}. Leave run.name out.")
     if refused:
         raise ConfigError("\n".join([*refused, "No run was started."]))
 

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from worldsize.config.settings import Settings
 from worldsize.core import Emit, SaveIntervalChanged
 from worldsize.cost.checkpoints import chosen_seconds, longest_seconds, mtbf_seconds
+from worldsize.records.attempt import Attempt
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import view
 
@@ -151,10 +152,16 @@ def save_interval(settings: Settings, run: RunDirectory, group: ProcessGroup | N
         group,
         lambda failures, seconds: mtbf_seconds(cluster.mtbf_hours, cluster.nodes, failures=failures, seconds=seconds),
         emit=emit,
-        failures=sum(each["exit_reason"] in ("failed", "killed") for each in attempts),
+        failures=sum(map(_is_failure, attempts)),
         declared=cluster.mtbf_hours is not None,
         seconds=sum(max(end - each["start_at"], 0.0) for each in attempts if (end := each["end_at"]) is not None),
     )
+
+
+def _is_failure(attempt: Attempt) -> bool:
+    """Whether it failed after its first step, or was killed: the record of the latter does not say when."""
+    reason = attempt["exit_reason"]
+    return reason == "killed" or (reason == "failed" and attempt["first_step_at"] is not None)
 
 
 @final

@@ -50,6 +50,8 @@ class Preemption:
         self._since.setdefault(0, time.monotonic())
 
     def _note(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGHUP and self._since:
+            return  # as in :func:`note`
         if time.monotonic() - self._since.setdefault(number, time.monotonic()) > _SAME:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
