@@ -31,7 +31,7 @@ class GatheredFeatures:
         recipe: The recipe.
         model: The model that this process computes with.
         device: Its device.
-        call: Calls a function that computes with the model, a part of which may have to be gathered around it.
+        call: Calls a function that computes with the model; a sharded model gathers its parameters around it.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GatheredFeatures:
         self._gradients = self._derivatives(batches, shape)
 
     def loss(self, batch: MicroBatch) -> Loss:
-        """Return the loss of one of the micro-batches, whose gradient includes that of other losses by its features."""
+        """Return the loss of a micro-batch; its gradient includes the derivatives of all losses by these features."""
         features = self._recipe.features(self._model, batch.data)
         loss = self._loss(batch, self._features)
         return with_gradients(loss, features, self._gradients[id(batch)])
@@ -116,7 +116,7 @@ class GatheredFeatures:
             if not scalar.requires_grad:
                 raise ConfigError(
                     f"{type(self._recipe).__name__}.feature_loss does not depend on the features of the step. Compute "
-                    "it with features.everyone, which holds those of all logical ranks."
+                    "it with features.everyone, the features of all logical ranks."
                 )
             gradients = torch.autograd.grad(scalar, trained, allow_unused=True, materialize_grads=True)
         return torch.cat([each.float().flatten() for each in gradients])
@@ -137,7 +137,7 @@ def _counts(own: Sequence[Sequence[Tensor]], shape: StepShape, device: torch.dev
 
 
 def _gathered(parts: Sequence[Tensor], rows: Sequence[slice], total: int, shape: StepShape) -> Tensor:
-    """Return a tensor (total, ...) with ``parts`` at their ``rows``, and those of other processes at theirs."""
+    """Return a tensor (total, ...) with ``parts`` at their ``rows``, and the parts of other processes elsewhere."""
     gathered = parts[0].new_zeros(total, *parts[0].shape[1:])
     for part, place in zip(parts, rows, strict=True):
         gathered[place] = part

@@ -33,7 +33,7 @@ class ChangingForm(Loop):
 
 
 class _Towers(nn.Module):
-    """An encoder of inputs and one of targets, a predictor for the loss alone, and the logarithm of a temperature."""
+    """An encoder of inputs and one of targets, a predictor that only the loss uses, and the logarithm of a temperature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class _Towers(nn.Module):
 
 
 class Contrast(FeatureRecipe, Loop):
-    """Each input is to be told by its target among those of all samples of the step."""
+    """Contrasts each input with the targets of all samples of the step."""
 
     def net(self) -> nn.Module:
         return _Towers()
