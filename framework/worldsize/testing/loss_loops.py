@@ -33,7 +33,7 @@ class ChangingForm(Loop):
 
 
 class _Towers(nn.Module):
-    """An encoder of inputs and one of targets, a predictor that only the loss uses, and the logarithm of a temperature."""
+    """Encoders of inputs and targets, a predictor that only the loss uses, and the logarithm of a temperature."""
 
     def __init__(self) -> None:
         super().__init__()
