@@ -7,6 +7,7 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from socket import gethostname
 from typing import Any, Literal
 
 import pytest
@@ -175,7 +177,8 @@ def test_a_sweep_ends_with_what_failed_and_why_and_the_best(train: Any, hill: Pa
     assert [line.split()[:6] for line in summary[1:5]] == [
         ["failed", "run", str(number), "of", "the", "sweep:"] for number in (2, 3, 4, 6)
     ]
-    assert all("worker 0 failed at step 1: killed by SIGKILL; " in reasons[place] for place in (0, 3))
+    died = rf"worker 0 on {re.escape(gethostname())} failed at step 1: killed by SIGKILL; "
+    assert all(re.match(died, reasons[place]) for place in (0, 3)), reasons
     assert all("lr=-1" in reasons[place] and "must be 0 or more" in reasons[place] for place in (1, 2))
     assert summary[5].startswith("best     run 5 of the sweep: lr=1 faults=[]: loss 0; ")
     assert Path(summary[5].rpartition("; ")[2]).is_dir()
