@@ -215,7 +215,6 @@ def test_servers_and_workers_share_an_allocation(submit: Any, laptop: Any) -> No
 WRONG = {
     "partition": (("cluster.partition=gpu",), "Slurm refuses: ", "invalid partition"),
     "nodes": (("cluster.nodes=8", "cluster.processes_per_node=1"), "Slurm refuses: ", "node"),
-    "time": (("cluster.time=soon",), "Slurm refuses: ", "time"),
 }
 
 
