@@ -26,7 +26,7 @@ SLOW = ("steps=8", "observe.health.every=0.2", "faults=[{action: sleep, step: nu
 
 @pytest.fixture(scope="module")
 def binding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real.Slurm]:
-    """Slurm with one node, which has all CPUs of this machine and binds processes to those of their job."""
+    """Slurm with one node that has all CPUs of this machine. It binds processes to the CPUs of their job."""
     if why := real.missing():
         pytest.skip(why)
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Chosen(Contrast):
-    """Compares the inputs with positive sums alone, with a summed loss and its weight; encoders drop values."""
+    """Compares only the inputs with positive sums, with a summed loss and its weight; encoders drop values."""
 
     def net(self) -> nn.Module:
         model: Any = super().net()

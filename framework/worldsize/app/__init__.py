@@ -98,9 +98,7 @@ def _call() -> None:
         try:
             command()
         except OSError as error:
-            if (
-                name not in _OF_FILES or error.filename is None
-            ):  # an error without a file name may be about a connection
+            if name not in _OF_FILES or error.filename is None:  # without a name it may be about a connection
                 raise
             sys.exit(refuse(WorldsizeError(f"{error.filename} cannot be read or written: {error.strerror}.")))
     else:

@@ -45,8 +45,9 @@ def main() -> None:
             return
         if command := _of_launcher(scheduler, follow=options.follow):
             sys.exit(_shown(command))
-        if failure := look(run).failure:
-            print(f"attempt {len(look(run).attempts)}: {failure}", flush=True)
+        recorded = look(run)
+        if recorded.failure:
+            print(f"attempt {len(recorded.attempts)}: {recorded.failure}", flush=True)
         for line in lines(scheduler, options.rank, follow=options.follow):
             print(line, flush=options.follow)
     except WorldsizeError as error:
@@ -133,6 +134,6 @@ def _new(path: Path, read: dict[Path, int], *, has_ended: bool) -> Iterator[byte
 
 
 def _escaped(output: bytes) -> list[str]:
-    """Return the lines of a part of an output without what a terminal would interpret, but for tabs."""
+    """Return the lines of a part of an output, with all control characters but tabs escaped."""
     lines = output.decode(errors="replace").splitlines()
     return ["\t".join(map(printable, line.split("\t"))) for line in lines]

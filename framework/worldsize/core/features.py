@@ -65,7 +65,7 @@ class FeatureRecipe(Recipe):
         """
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Return the loss of a batch among its own samples alone, as where a step has one logical rank."""
+        """Return the loss of a batch among its own samples only, as if the step had one logical rank."""
         own = self.features(model, batch)
         return self.feature_loss(model, Features(own, [slice(len(each)) for each in own]), batch)
 

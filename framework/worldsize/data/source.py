@@ -134,7 +134,7 @@ def check_paths(owner: Any) -> None:
     """Look on this machine for the files of each source in the attributes of an object, and in those of such sources.
 
     Raises:
-        ConfigError: a path names no file.
+        ConfigError: a path does not name a file.
     """
     for value in getattr(owner, "__dict__", {}).values():
         for each in value.values() if isinstance(value, Mapping) else [value]:

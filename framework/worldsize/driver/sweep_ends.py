@@ -54,7 +54,7 @@ class SweepEnds:
             lines.write(json.dumps(asdict(end)) + "\n")
 
     def noted(self) -> list[RunEnd]:
-        """Return all runs so far, in the order in which they ended."""
+        """Return all runs so far, in the order of their ends."""
         lines = self._file.read_text().splitlines() if self._file.exists() else []
         return [RunEnd(**json.loads(line)) for line in lines]
 

@@ -193,7 +193,7 @@ class _Loop:
                 reason = self._callbacks.ends_early() if step < config.steps else None
             agreed = self._agreement.reached(step)
             stops = agreed.stop and step < config.steps
-            overdue = agreed.save and saved < step - 1  # else the ranks asked before that save
+            overdue = agreed.save and saved < step - 1  # otherwise the ranks asked before that save
             if reason is not None:
                 return self._end_early(step, reason)
             if stops:

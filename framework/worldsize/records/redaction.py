@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, final
 
 REDACTED = "<redacted>"
-SHORTEST = 8  # characters of a value that is looked for: shorter ones are also found where they mean nothing
+_SHORTEST = 8  # characters of a value that is looked for: shorter ones are also found where they mean nothing
 Keys = tuple[str | int, ...]  # from the root of a configuration to a leaf
 _SECRET_WORDS = {
     *("token", "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pat", "jwt", "webhook", "dsn"),
@@ -132,7 +132,7 @@ def scrubber(config: Any, environ: Mapping[str, str], netrc: Path, *, interpolat
     Variables that the configuration takes by ``${oc.env:NAME}`` are ``interpolated``: who does not want to write a
     value down has a reason, unless it is a place, such as ``HOME`` or ``DATA_DIR``.
 
-    Values of fewer than ``SHORTEST`` characters are not looked for.
+    Values of fewer than 8 characters are not looked for.
     """
     values = {value for name, value in environ.items() if is_secret_variable(name)}
     values |= {environ.get(name, "") for name in interpolated if not _PLACES.fullmatch(name)}
@@ -140,18 +140,22 @@ def scrubber(config: Any, environ: Mapping[str, str], netrc: Path, *, interpolat
     values |= {value for value in kept_out if "://" not in value}
     values |= {password for value in kept_out for password in _URL_PASSWORD.findall(value)}
     values |= set(re.findall(r"\bpassword\s+(\S+)", netrc.read_text())) if os.access(netrc, os.R_OK) else set()
-    return Scrubber(tuple(sorted((value for value in values if len(value) >= SHORTEST), key=len, reverse=True)))
+    return _scrubber_of(values)
 
 
 def process_scrubber(secrets: Mapping[str, str]) -> Scrubber:
     """Return the scrubber for errors in this process: its environment, netrc, and the values of ``Plan.secrets``."""
     given = json.loads({**os.environ, **secrets}.get("WORLDSIZE_SECRETS", "[]"))
-    values = {str(value) for _, value in given if len(str(value)) >= SHORTEST}
+    values = {str(value) for _, value in given}
     netrc = Path("~/.netrc")
     with suppress(RuntimeError):  # the user has no home folder
         netrc = netrc.expanduser()
-    values |= {*scrubber({}, os.environ, netrc).secrets}
-    return Scrubber(tuple(sorted(values, key=len, reverse=True)))
+    return _scrubber_of({*values, *scrubber({}, os.environ, netrc).secrets})
+
+
+def _scrubber_of(values: Iterable[str]) -> Scrubber:
+    """Return the scrubber of values that are long enough, the longest first: it may contain a shorter one."""
+    return Scrubber(tuple(sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True)))
 
 
 def withheld(config: Any, written: Any, path: Keys = ()) -> list[tuple[Keys, Any]]:

@@ -93,11 +93,6 @@ class RunDirectory:
         """The file with the health of one node, a JSON line for each sample."""
         return _of_rank(self.path / "health", node) / f"node_{node:05d}.jsonl"
 
-    def last_written(self) -> float:
-        """Return the Unix time in seconds at which the run last wrote, limited to the year 9999."""
-        last = max(file.stat().st_mtime for file in self.path.rglob("*") if is_file(file))
-        return min(max(last, 0.0), _LATEST)
-
 
 def _of_rank(folder: Path, rank: int) -> Path:
     """Return the folder below ``folder`` for the files of a rank or node: each thousand after the first has its own."""
@@ -113,6 +108,12 @@ def make_folder_of(file: Path, run: RunDirectory) -> None:
     for folder in reversed(file.parents):
         if run.path in folder.parents:
             folder.mkdir(exist_ok=True)
+
+
+def last_written(directory: RunDirectory) -> float:
+    """Return the Unix time in seconds of the run's last write, limited to the year 9999."""
+    last = max(file.stat().st_mtime for file in directory.path.rglob("*") if is_file(file))
+    return min(max(last, 0.0), _LATEST)
 
 
 def is_missing(path: Path) -> bool:

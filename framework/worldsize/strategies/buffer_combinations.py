@@ -33,6 +33,12 @@ class StepShape:
     group: ProcessGroup | None
     dealing: Dealing
 
+    @staticmethod
+    def of(group: ProcessGroup | None, dealing: Dealing, batches: int, logical_ranks: int | None) -> StepShape:
+        """Describe a step of ``batches`` micro-batches here; ``logical_ranks``: None if all have equally many."""
+        size = dist.get_world_size(group) if group else 1
+        return StepShape(logical_ranks or batches * size, batches, group, dealing)
+
     @property
     def rank(self) -> int:
         """Rank of this process in the group."""

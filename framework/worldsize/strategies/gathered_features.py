@@ -20,6 +20,7 @@ from worldsize.core.features import with_gradients
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.buffer_combinations import StepShape
 from worldsize.strategies.declared_buffers import buffer_slots
+from worldsize.strategies.loss_record import differentiable
 from worldsize.strategies.step_buffers import KeptBuffers
 
 
@@ -49,15 +50,14 @@ class GatheredFeatures:
         """
         own = self._computed(batches, shape, begin)
         with phase("communication"):
-            counts_kr = _counts(own, shape, self._device)
-            ends = counts_kr.cumsum(1).tolist()
-            rows = [
-                [slice(end - len(part), end) for part, end in zip(parts, _ends(ends, shape, place), strict=True)]
-                for place, parts in enumerate(own)
-            ]
+            ends_kr = _counts(own, shape, self._device).cumsum(1).tolist()
+            rows = []
+            for place, parts in enumerate(own):
+                ends = [ends_r[shape.logical_rank(place)] for ends_r in ends_kr]
+                rows.append([slice(end - len(part), end) for part, end in zip(parts, ends, strict=True)])
             self._features = [
-                _gathered([parts[index] for parts in own], [each[index] for each in rows], ends[index][-1], shape)
-                for index in range(len(ends))
+                _gathered([parts[index] for parts in own], [each[index] for each in rows], ends_r[-1], shape)
+                for index, ends_r in enumerate(ends_kr)
             ]
         self._own = {id(batch): slices for batch, slices in zip(batches, rows, strict=True)}
         self._gradients = self._derivatives(batches, shape)
@@ -110,9 +110,7 @@ class GatheredFeatures:
         features = [each.detach().requires_grad_(each.is_floating_point()) for each in self._features]
         trained = [each for each in features if each.requires_grad]
         with torch.enable_grad():
-            loss: Any = self._loss(batch, features)
-            loss = getattr(loss, "loss", loss)
-            scalar: Tensor = loss[0] if isinstance(loss, tuple) else loss
+            scalar, _ = differentiable(self._loss(batch, features))
             if not scalar.requires_grad:
                 raise ConfigError(
                     f"{type(self._recipe).__name__}.feature_loss does not depend on the features of the step. Compute "
@@ -120,11 +118,6 @@ class GatheredFeatures:
                 )
             gradients = torch.autograd.grad(scalar, trained, allow_unused=True, materialize_grads=True)
         return torch.cat([each.float().flatten() for each in gradients])
-
-
-def _ends(ends: Sequence[Sequence[int]], shape: StepShape, place: int) -> list[int]:
-    """Return where the rows of micro-batch ``place`` end in each tensor."""
-    return [each[shape.logical_rank(place)] for each in ends]
 
 
 def _counts(own: Sequence[Sequence[Tensor]], shape: StepShape, device: torch.device) -> Tensor:

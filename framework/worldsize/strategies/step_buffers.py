@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
@@ -98,8 +97,7 @@ class BufferMean:
     def _step_buffers(self, batches: int) -> StepBuffers:
         if self._slots is None:
             self._slots = buffer_slots(self._module)
-        size = dist.get_world_size(self._group) if self._group else 1
-        shape = StepShape(self._logical_ranks or batches * size, batches, self._group, self._dealing)
+        shape = StepShape.of(self._group, self._dealing, batches, self._logical_ranks)
         is_alone = shape.logical_ranks == 1 and not trains_apart(self._module)
         if is_alone or not self._slots:
             return _UNTOUCHED if self._logical_ranks is None else KeptBuffers(self._slots)

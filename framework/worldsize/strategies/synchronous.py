@@ -83,8 +83,9 @@ class SynchronousReplica(ModelReplica):
         try:
             with self._watch.watching(), self._hooks.suspended():
                 if self._features is not None:
+                    shape = StepShape.of(self._group, self.dealing, len(micro_batches), self._logical_ranks)
                     with self._autocast():
-                        self._features.gather(micro_batches, self._shape(len(micro_batches)), self._passes.begin)
+                        self._features.gather(micro_batches, shape, self._passes.begin)
                 records = self._watch.reduce(partial(self.reducer.run, micro_batches, self._backward))
             self._watch.end_step()
         finally:  # also where DDP misses the gradient of a parameter that was frozen
@@ -122,7 +123,3 @@ class SynchronousReplica(ModelReplica):
         if self._features is not None:
             return trainable(self._features.loss(batch))
         return trainable(self.recipe.micro_batch_loss(self.model, batch))
-
-    def _shape(self, batches: int) -> StepShape:
-        logical_ranks = self._logical_ranks or batches * (self.world.size if self._group else 1)
-        return StepShape(logical_ranks, batches, self._group, self.dealing)

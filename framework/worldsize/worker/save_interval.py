@@ -1,4 +1,4 @@
-"""Chooses when the next checkpoint is due, as ``checkpoint.every=auto`` asks for."""
+"""Chooses when the next checkpoint is due under ``checkpoint.every=auto``."""
 
 from __future__ import annotations
 
