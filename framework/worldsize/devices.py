@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from worldsize.errors import ConfigError, neighbours
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 _KNOWN = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")  # what an error message lists, beside this machine's accelerator
@@ -93,9 +95,18 @@ def synchronize_stream(device: torch.device) -> None:
 
     Copies to pinned memory are there then; what runs on other streams goes on.
     """
+    queued(device)()
+
+
+def queued(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits, in any thread, for what this thread's stream of ``device`` was given so far.
+
+    Where torch does not tell streams apart, all is waited for at once.
+    """
     import torch
 
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    else:
-        synchronize(device)
+        done = torch.cuda.current_stream(device).record_event()
+        return done.synchronize
+    synchronize(device)
+    return lambda: None

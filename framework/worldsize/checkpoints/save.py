@@ -1,4 +1,4 @@
-"""Saves checkpoints in the background: training stops only for the copy to host memory."""
+"""Saves checkpoints in the background: training stops for the copy to host memory, on a GPU not even for that."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from worldsize.checkpoints.storage import Writer
 from worldsize.checkpoints.tree import split
 from worldsize.collectives.per_rank import local
 from worldsize.core import CheckpointSaved, StateDict, World
-from worldsize.devices import synchronize_stream
+from worldsize.devices import queued
 from worldsize.errors import CheckpointError, OtherSchemaError, RunFolderError, SaveFailedError
 
 
@@ -78,7 +78,8 @@ class Saver:
         """Wait for the previous save, start the next one, and return the events of the previous one.
 
         Args:
-            state: The state; its tensors, of any shapes, are copied before the call returns.
+            state: The state; its tensors, of any shapes, are copied before the call returns, or before what the device
+                is given next.
             step: The step after which it is saved.
             facts: Plain values of the caller to store with it.
             streams: Tensors on the CPU that only this rank has, of the parts in ``format.ALONE``. They are not copied,
@@ -94,8 +95,9 @@ class Saver:
         if self._names != tensors.keys():
             self._names, self._partly = set(tensors), partly_held(tensors, self._world)
         mine = {**self._copied(dict(written_here(tensors, self._partly, self._world))), **(streams or {})}
+        copied = queued(self._world.device)
         head = {"step": step, "world_size": self._world.size, "values": values, "facts": dict(facts)}
-        self._pending = self._thread.submit(self._write, mine, head, step, _tensors_digest(tensors))
+        self._pending = self._thread.submit(self._write, copied, mine, head, step, _tensors_digest(tensors))
         return ended
 
     @property
@@ -131,17 +133,21 @@ class Saver:
         self._thread.shutdown()
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Copy to host memory that is reused for every save; training waits only for this copy."""
+        """Copy to host memory that is reused for every save; a GPU copies when its stream gets there."""
         self._buffers = {name: _buffer(self._buffers.get(name), tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             _local(self._buffers[name]).copy_(_local(tensor), non_blocking=True)
-        synchronize_stream(self._world.device)
         return self._buffers
 
     def _write(
-        self, tensors: Mapping[str, Tensor], head: Mapping[str, Any], step: int, tensors_digest: str
+        self,
+        copied: Callable[[], None],
+        tensors: Mapping[str, Tensor],
+        head: Mapping[str, Any],
+        step: int,
+        tensors_digest: str,
     ) -> CheckpointSaved | None:
-        """Write and publish a checkpoint, in the background thread.
+        """Write and publish a checkpoint, in the background thread, once its tensors are ``copied``.
 
         A failure on one rank is a failure on all, since every phase ends with an exchange. Whatever storage refuses,
         all ranks leave after the same exchange, so that the next save finds them in step.
@@ -153,6 +159,7 @@ class Saver:
         writer = Writer(
             folder, self._world.rank, head=head, tensors_digest=tensors_digest, finite=self._finite, at=self._at
         )
+        copied()
         try:
             save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         except (CheckpointException, OSError, RuntimeError) as error:

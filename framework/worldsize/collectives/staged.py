@@ -2,13 +2,16 @@
 
 Collectives of one group must start in the same order on every rank, so none is started from a callback. A reduction is
 a generator that yields while its collective is in flight; all of them advance together when the next bucket is added.
+On a GPU they have a stream of their own, so that the backward pass does not wait for what a reduction waits for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
@@ -29,7 +32,9 @@ def finished(phases: Phases) -> Tensor:
 class Staged:
     """The buckets of one backward pass whose reductions are in flight."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._flights: list[_Flight] = []
 
     def add(self, buffer: Tensor, phases: Phases, *, last: bool) -> Future[Tensor]:
@@ -37,12 +42,20 @@ class Staged:
 
         With ``last``, finish all of them.
         """
-        self._advance()
-        self._flights.append(flight := _Flight(buffer, phases))
-        flight.advance()
-        while last and self._flights:
+        with self._beside():
             self._advance()
+            self._flights.append(flight := _Flight(buffer, phases))
+            flight.advance()
+            while last and self._flights:
+                self._advance()
         return flight.future
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """Compute on the side stream, which has first what the current one was given; the future leads back to it."""
+        if self._side is None:
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._side)
 
     def _advance(self) -> None:
         self._flights = [flight for flight in self._flights if flight.advance()]
@@ -52,7 +65,7 @@ class Staged:
 class _Flight:
     def __init__(self, buffer: Tensor, phases: Phases) -> None:
         self._buffer, self._phases = buffer, phases
-        self.future: Future[Tensor] = Future()
+        self.future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
 
     def advance(self) -> bool:
         """Advance to the next collective; return whether there is one."""

@@ -48,10 +48,11 @@ class Determinism:
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.set_float32_matmul_precision(self.matmul_precision)
         if self.deterministic and device == "cuda":
-            # which fused kernel attention takes depends on shapes and versions; this one is always there
-            torch.backends.cuda.enable_flash_sdp(False)
+            # flash attention's backward pass has a deterministic variant, which torch takes then; the others' have none
             torch.backends.cuda.enable_mem_efficient_sdp(False)
             torch.backends.cuda.enable_cudnn_sdp(False)
+            # else torch fills every tensor that it allocates, also those that are overwritten at once
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     @property
     def exact_mode(self) -> str | None:
@@ -60,5 +61,5 @@ class Determinism:
 
     def describe(self) -> dict[str, Any]:
         """Return the mode as plain values, for the manifest."""
-        attention = "math on CUDA" if self.deterministic else "any"
+        attention = "flash or math on CUDA" if self.deterministic else "any"
         return {**asdict(self), "attention": attention, "variables": dict(self.variables())}

@@ -46,7 +46,7 @@ class CompressedHook(BucketHook):
     ) -> None:
         self._world, self._summation, self._tiers = world, summation, tiers
         self._seed, self._step = seed, 0
-        self._staged = Staged()
+        self._staged = Staged(world.device)
         self._errors: Errors | None = None
         if summation and summation.keeps_errors:
             self._errors = Errors(module, tiers.shares if tiers else 1)

@@ -50,8 +50,8 @@ class OrderedReducer(GradientReducer):
         self._counters: list[Counter] = []
         self._presence = Presence(self._parameters)  # in the step in progress
         self._tree = Tree(self._size, self._size)
-        self._staged = Staged()
         if isinstance(module, DistributedDataParallel):
+            self._staged = Staged(self._parameters[0].device)
             own = proxy(self)  # DDP holds the hook in C++, where the garbage collector sees no cycle
             module.register_comm_hook(None, lambda _, bucket: own._reduce(bucket))
 
