@@ -24,14 +24,14 @@ def test_the_same_bits_on_a_gpu_leave_flash_attention_and_fill_no_memory() -> No
     """Of the fused kernels only flash attention has a backward pass that torch can make deterministic."""
     Determinism("deterministic", deterministic=True).apply("cuda")
     assert torch.are_deterministic_algorithms_enabled()
-    assert torch.backends.cuda.flash_sdp_enabled()
-    assert torch.backends.cuda.math_sdp_enabled()
-    assert not torch.backends.cuda.mem_efficient_sdp_enabled()
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    assert torch.backends.cuda.math_sdp_enabled()  # type: ignore[no-untyped-call]
+    assert not torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
 
 def test_on_a_cpu_memory_is_filled_so_that_what_reads_it_early_shows() -> None:
     Determinism("deterministic", deterministic=True).apply("cpu")
     assert torch.empty(1 << 12).isnan().all()
-    assert torch.backends.cuda.mem_efficient_sdp_enabled()
+    assert torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
