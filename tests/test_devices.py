@@ -88,7 +88,7 @@ def test_a_device_that_torch_does_not_know_is_refused(xpu: Module) -> None:
         "cudaa": r"'cudaa' is unknown; did you mean 'cuda'\? Known: cpu, cuda, hpu, mps, mtia, xpu",
         "gpu": r"'gpu' is unknown; did you mean 'cuda'\? Known: cpu, cuda",
         "meta": r"'meta' is unknown",
-        "tpu": r"needs torch_xla.* docs/howto/devices\.md",
+        "tpu": r"needs torch_xla.* docs/howto/gpus\.md",
     }.items():
         with pytest.raises(ConfigError, match=message):
             device_count(kind)

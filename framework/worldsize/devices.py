@@ -19,7 +19,7 @@ _NO_DEVICES = ("meta", "lazy", "vulkan", "opengl", "opencl", "ideep", "mkldnn", 
 _CALLED = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}  # what people also say
 _XLA = (
     "cluster.device={kind} needs torch_xla, which worldsize does not drive. Set cluster.device=cpu or cuda; "
-    "docs/howto/devices.md says what TPUs would take."
+    "docs/howto/gpus.md says what TPUs would take."
 )
 
 
