@@ -99,9 +99,9 @@ def synchronize_stream(device: torch.device) -> None:
 
 
 def queued(device: torch.device) -> Callable[[], None]:
-    """Return a function that waits, in any thread, for what this thread's stream of ``device`` was given so far.
+    """Return a function that waits, in any thread, for the work queued so far on this thread's stream of ``device``.
 
-    Where torch does not tell streams apart, all is waited for at once.
+    On devices other than CUDA's the call itself waits for all work.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What a mode sets in torch."""
+"""Torch's flags under each mode."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ class Saver:
         """Wait for the previous save, start the next one, and return the events of the previous one.
 
         Args:
-            state: The state; its tensors, of any shapes, are copied before the call returns, or before what the device
-                is given next.
+            state: The state; its tensors, of any shapes, are copied before the call returns, by a GPU before it does
+                any later work.
             step: The step after which it is saved.
             facts: Plain values of the caller to store with it.
             streams: Tensors on the CPU that only this rank has, of the parts in ``format.ALONE``. They are not copied,

@@ -68,7 +68,7 @@ class RandomK(Summation):
 
     def total(self, flat_n: Tensor, group: ProcessGroup, *, error_n: Tensor | None, seed: int) -> Phases:
         drawn_2k = torch.stack(drawn(flat_n.numel(), kept(flat_n.numel(), self._density), seed))
-        pinned_2k = drawn_2k.pin_memory() if flat_n.is_cuda else drawn_2k  # else the host would wait for the copy
+        pinned_2k = drawn_2k.pin_memory() if flat_n.is_cuda else drawn_2k  # from pageable memory the host waits
         places_k, widths_k = pinned_2k.to(flat_n.device, non_blocking=True)
         broken = flat_n.sum().mul_(0)  # NaN if a number is not finite, which the drawn ones may not show
         values_k = flat_n[places_k] * widths_k if error_n is None else error_n.add_(flat_n)[places_k]

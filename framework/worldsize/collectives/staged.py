@@ -2,7 +2,7 @@
 
 Collectives of one group must start in the same order on every rank, so none is started from a callback. A reduction is
 a generator that yields while its collective is in flight; all of them advance together when the next bucket is added.
-On a GPU they have a stream of their own, so that the backward pass does not wait for what a reduction waits for.
+On a GPU they run on a side stream, so that the backward pass does not wait for them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Staged:
         return flight.future
 
     def _beside(self) -> AbstractContextManager[object]:
-        """Compute on the side stream, which has first what the current one was given; the future leads back to it."""
+        """Compute on the side stream after all queued work of the current one; waiting for the future joins them again."""
         if self._side is None:
             return nullcontext()
         self._side.wait_stream(torch.cuda.current_stream(self._device))

@@ -48,10 +48,10 @@ class Determinism:
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.set_float32_matmul_precision(self.matmul_precision)
         if self.deterministic and device == "cuda":
-            # flash attention's backward pass has a deterministic variant, which torch takes then; the others' have none
+            # of the fused kernels only flash attention has a deterministic backward pass
             torch.backends.cuda.enable_mem_efficient_sdp(False)
             torch.backends.cuda.enable_cudnn_sdp(False)
-            # else torch fills every tensor that it allocates, also those that are overwritten at once
+            # torch would fill every tensor that it allocates, even before it is overwritten
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     @property
