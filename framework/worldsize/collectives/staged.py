@@ -51,7 +51,7 @@ class Staged:
         return flight.future
 
     def _beside(self) -> AbstractContextManager[object]:
-        """Compute on the side stream after all queued work of the current one; waiting for the future joins them again."""
+        """Compute on the side stream after the queued work of the current one; the future joins them again."""
         if self._side is None:
             return nullcontext()
         self._side.wait_stream(torch.cuda.current_stream(self._device))
