@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from worldsize.collectives.staged import Phases
 from worldsize.collectives.step_timer import started, wait
 from worldsize.collectives.summation import Summation
+from worldsize.devices import on_device
 
 
 def kept(length: int, density: float) -> int:
@@ -68,7 +69,7 @@ class RandomK(Summation):
 
     def total(self, flat_n: Tensor, group: ProcessGroup, *, error_n: Tensor | None, seed: int) -> Phases:
         places_k, widths_k = (
-            each.to(flat_n.device) for each in drawn(flat_n.numel(), kept(flat_n.numel(), self._density), seed)
+            on_device(each, flat_n.device) for each in drawn(flat_n.numel(), kept(flat_n.numel(), self._density), seed)
         )
         broken = flat_n.sum().mul_(0)  # NaN if a number is not finite, which the drawn ones may not show
         values_k = flat_n[places_k] * widths_k if error_n is None else error_n.add_(flat_n)[places_k]
