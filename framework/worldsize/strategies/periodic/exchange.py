@@ -73,9 +73,9 @@ def split_like(row_n: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
-def _beside(means: Sequence[Tensor], like: Sequence[Tensor]) -> Sequence[Tensor]:
+def beside(means: Sequence[Tensor], like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Bring those of ``means`` to the host whose tensors of ``like`` are there, with one wait for the device."""
-    places = [place for place, mean in enumerate(means) if mean.device.type != "cpu" == like[place].device.type]
+    places = [place for place, each in enumerate(like) if each.device.type == "cpu" != means[place].device.type]
     if not places:
         return means
     host_n = torch.cat([means[place].flatten() for place in places]).cpu()
@@ -90,6 +90,6 @@ def mean_of(tree: Any, exchange: Exchange) -> Any:
     tensors = [leaves[place] for place in places]
     if tensors:
         row_n = exchange.begin(flat(tensors, exchange.device))()()
-        for place, mean in zip(places, _beside(split_like(row_n, tensors), tensors), strict=True):
+        for place, mean in zip(places, beside(split_like(row_n, tensors), tensors), strict=True):
             leaves[place] = mean.to(leaves[place])
     return tree_unflatten(leaves, spec)
