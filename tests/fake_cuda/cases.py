@@ -66,7 +66,7 @@ class Case:
 
     @property
     def words(self) -> list[str]:
-        """Its command line."""
+        """Return the words of the command line."""
         mode, precision, each, clip, recipe = self.options
         chosen = {word.partition("=")[0]: word for word in [*COMMON, *RECIPES[recipe], *self.strategy]}
         parts = int(chosen["cluster.processes"][-1]) // (2 if "strategy.tensor=2" in chosen.values() else 1)
