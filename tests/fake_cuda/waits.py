@@ -23,14 +23,14 @@ _SIZES = (  # their results have as many rows as the values say
 )
 
 
-class Waits(TorchDispatchMode):
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the waits of each phase by their kind and by the functions that wait.
 
     Tensors that are made on CUDA are fakes of ``mode``, also outside of its context: others have values.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.mode, self.phase = mode, "build"
         self.counts: Counter[tuple[str, str, str]] = Counter()  # by phase, functions, kind
         self._pinned: dict[int, Tensor] = {}  # by their memory, which they keep, so that no other gets its address

@@ -44,7 +44,8 @@ class Determinism:
         """Set torch's global flags in this process, which computes on ``device`` ("cpu" or "cuda")."""
         # use_deterministic_algorithms does the same and imports the compiler, 1.7 s in every worker
         torch.set_deterministic_debug_mode("error" if self.deterministic else "default")
-        torch.utils.deterministic.fill_uninitialized_memory = device == "cpu"  # a kernel for each new tensor
+        # else a kernel for each new tensor
+        torch.utils.deterministic.fill_uninitialized_memory = device == "cpu"  # type: ignore[attr-defined]
         torch.backends.cudnn.deterministic = self.deterministic
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.set_float32_matmul_precision(self.matmul_precision)
