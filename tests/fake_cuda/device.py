@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_init as fsdp_init
 import torch.nn.parallel.distributed as ddp
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
@@ -48,7 +49,7 @@ def faked(devices: int) -> Iterator[Waits]:
     with ExitStack() as stack:
         for owner, name, replacement in [*_cuda(waits, devices), *_tensors(waits), *_distributed()]:
             stack.enter_context(patch.object(owner, name, replacement))
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # type: ignore[no-untyped-call]
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # it asks the GPU what it can do
         stack.enter_context(waits)
         yield waits
@@ -63,7 +64,7 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 def _cuda(waits: Waits, devices: int) -> Sequence[Patch]:
     class Stream(torch.Stream):
         def __new__(cls, *_: Any, **__: Any) -> Self:
-            return super().__new__(cls, stream_id=next(_STREAMS), device_index=0, device_type=1)  # type: ignore[call-overload,no-any-return]
+            return super().__new__(cls, stream_id=next(_STREAMS), device_index=0, device_type=1)
 
         def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -182,19 +183,20 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Stand in for torch's, which asks the driver which kernel there is."""
-    return (query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5).softmax(-1) @ value
+    scores: Tensor = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+    return scores.softmax(-1) @ value
 
 
 def _distributed() -> Sequence[Patch]:
     import worldsize.strategies.ddp as own
 
-    wrapped = DistributedDataParallel._ddp_init_helper
+    wrapped: Any = DistributedDataParallel._ddp_init_helper
 
     def wrap(module: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(module, *args, **kwargs)
         module.reducer, module.logger = _Reducer(module.reducer), _Logger()
 
-    register = dist._register_comm_hook
+    register: Any = vars(dist)["_register_comm_hook"]
 
     def register_hook(reducer: _Reducer, state: Any, hook: Any) -> None:
         reducer.has_hook = True
@@ -235,13 +237,13 @@ class _Reducer:
 
     def prepare_for_forward(self) -> None:
         if not self.has_hook:
-            dist._register_comm_hook(self, None, _unchanged)
+            vars(dist)["_register_comm_hook"](self, None, _unchanged)
 
     def _rebuild_buckets(self) -> bool:
         return False
 
 
-def _unchanged(_: None, bucket: dist.GradBucket) -> Future[Tensor]:
+def _unchanged(_: None, bucket: GradBucket) -> Future[Tensor]:
     future: Future[Tensor] = Future()
     future.set_result(bucket.buffer())
     return future

@@ -19,11 +19,12 @@ from unittest.mock import patch
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.checkpoint import state_dict_loader
 
 from tests.fake_cuda.device import GPU, believe_in_devices, faked
 from tests.fake_cuda.waits import OWN, Waits
 from worldsize.checkpoints.format import Checkpoint
-from worldsize.checkpoints.load import load, state_dict_loader
+from worldsize.checkpoints.load import load
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
 from worldsize.checkpoints.tree import split
@@ -117,7 +118,7 @@ def _built(settings: Settings, world: World, waits: Waits) -> Replica:
     )
     defers = type(settings.strategy).__name__ in _DEFERS and world.size > 1
     with filled_with(waits.mode) if defers else waits.mode:
-        inner = settings.strategy.replica(settings.recipe, context)
+        inner: Any = settings.strategy.replica(settings.recipe, context)
     if defers:  # the fakes of fully_shard's own moves are those of device.py
         with waits.mode:
             for module in inner.model.modules():
