@@ -49,6 +49,7 @@ MANY_FIELDS = {
 FOREIGN = {  # attributes of objects that are not ours, which their libraries ask users to set
     *("grad", "param_groups", "iter", "p_memory_dict", "deterministic", "benchmark", "simulate_uniform_ranks"),  # torch
     *("fail_on_recompile_limit_hit", "forward"),  # torch's compiler
+    "fill_uninitialized_memory",  # of torch's deterministic mode
     *("_opt_called", "trainer"),  # torch's schedules look at the one, modules of Lightning have the other
     *("minimum_version", "check_hostname", "verify_mode", "handlers", "propagate", "stdout", "stderr", "epilog"),
     *("value", "caption", "overflow", "keep_trailing_newline", "_worker_info"),  # shared memory, rich, jinja2, torch

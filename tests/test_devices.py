@@ -15,11 +15,13 @@ from torch import Tensor
 
 from worldsize.config.cluster import cluster_of
 from worldsize.config.shape import check_device
-from worldsize.core import Cluster, Numerics
+from worldsize.core import Cluster, Numerics, Strategy
 from worldsize.devices import default_backend, device_count, synchronize, synchronize_stream
 from worldsize.errors import ConfigError
 from worldsize.launch.local import Local
 from worldsize.reproducibility.seeds import generators_kept, seed_generators
+from worldsize.strategies.parameter_server.hybrid import HybridParameterServer
+from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.world.environments import Placement
 from worldsize.world.world import device_of
 
@@ -116,6 +118,13 @@ def test_the_random_numbers_of_a_device_follow_from_the_seed_and_can_be_kept(xpu
         with generators_kept(device):
             assert xpu.draw() == first[0]
         assert [xpu.draw(), xpu.draw()] == first
+
+
+@pytest.mark.parametrize("strategy", [ParameterServer(), HybridParameterServer()], ids=["servers", "hybrid"])
+def test_parameter_servers_compute_on_cpus_alone(strategy: Strategy) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.device=cuda .*\. Set cluster\.device=cpu, or use strategy=fsdp"):
+        strategy.roles(cluster("cuda"))
+    assert {role.processes for role in strategy.roles(cluster("cpu")).values()} == {1}
 
 
 @pytest.mark.parametrize(

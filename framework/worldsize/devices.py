@@ -82,6 +82,13 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return ``tensor``, of any shape, on ``device``, without waiting for queued work."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until ``device`` has done all that it was given; a CPU has."""
     import torch

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, final
 
+import torch
 from torch import Tensor
 
 from worldsize.core import Cluster, Cost, Recipe, Workload, World
 from worldsize.strategies.periodic.cost import averaging_cost
-from worldsize.strategies.periodic.exchange import Exact, flat, split_like
+from worldsize.strategies.periodic.exchange import Exact, beside, flat, split_like
 from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
 from worldsize.strategies.periodic.replica import OuterOptimizer
 from worldsize.strategies.periodic.strategy import PeriodicSyncStrategy
@@ -65,5 +66,5 @@ class Averaging(OuterOptimizer):
         tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
         row_n = flat(tensors, self._exchange.device)
         self.sent_bytes += self._exchange.sent(row_n.numel())
-        for tensor, mean in zip(tensors, split_like(self._exchange.begin(row_n)()(), tensors), strict=True):
-            tensor.detach().copy_(mean)
+        means = beside(split_like(self._exchange.begin(row_n)()(), tensors), tensors)
+        torch._foreach_copy_([tensor.detach() for tensor in tensors], list(means))

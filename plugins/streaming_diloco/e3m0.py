@@ -12,11 +12,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from worldsize.devices import on_device
+
 BLOCK = 32
 _BIAS, _NAN = 127, 255
 _MAGNITUDES = (0.0, *(2.0**power for power in range(-6, 1)))
 # between two neighbours lies where the upper one begins: just above the middle if the lower code is even
 _MIDDLES = torch.tensor([(low + high) / 2 for low, high in pairwise(_MAGNITUDES)])
+_VALUES = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
 _BOUNDS = torch.where(torch.arange(7) % 2 == 0, torch.nextafter(_MIDDLES, torch.tensor(1.0)), _MIDDLES)
 
 
@@ -36,7 +39,7 @@ def encode(rows_rn: Tensor) -> Tensor:
     fraction, exponent = torch.frexp(largest_rk1)
     top_rk1 = (exponent - (fraction < 0.75).int()).clamp(-_BIAS, _BIAS)
     scaled_rkb = torch.ldexp(blocks_rkb.abs(), -top_rk1)
-    code_rkb = torch.bucketize(scaled_rkb, _BOUNDS.to(rows_rn.device), right=True).byte()
+    code_rkb = torch.bucketize(scaled_rkb, on_device(_BOUNDS, rows_rn.device), right=True).byte()
     code_rn = (code_rkb | (blocks_rkb < 0).byte() << 3).flatten(1)
     scale_rk = torch.where(largest_rk1.isfinite(), top_rk1 + _BIAS, _NAN).flatten(1).byte()
     return torch.cat([code_rn[:, ::2] | code_rn[:, 1::2] << 4, scale_rk], dim=1)
@@ -46,7 +49,7 @@ def decode(payload_rp: Tensor, numel: int) -> Tensor:
     """Return the float32 rows [r, numel] of which :func:`encode` has made ``payload_rp``."""
     pair_rh, scale_rk = payload_rp[:, : numel // 2], payload_rp[:, numel // 2 :]
     code_rn = torch.stack([pair_rh & 15, pair_rh >> 4], dim=2).flatten(1)
-    known = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)], device=payload_rp.device)
+    known = on_device(_VALUES, payload_rp.device)
     blocks_rkb = known[code_rn.long()].view(*scale_rk.shape, BLOCK)
     values_rkb = torch.ldexp(blocks_rkb, scale_rk.int()[:, :, None] - _BIAS)
     return torch.where(scale_rk[:, :, None] == _NAN, torch.nan, values_rkb).flatten(1)

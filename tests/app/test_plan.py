@@ -63,8 +63,11 @@ def test_every_strategy_is_predicted_or_the_plan_says_why_not(plan: Any) -> None
     assert {path.stem for path in STRATEGIES} <= {*rows(done.stdout), *others}
 
 
-def test_a_model_is_planned_for_four_thousand_gpus_under_strategies_with_other_numbers_of_workers(plan: Any) -> None:
-    words = ("cluster.nodes=512", "cluster.gpus_per_node=8", "strategy=parameter_server", "strategy.servers=7")
+def test_a_model_is_planned_for_four_thousand_processes_under_strategies_with_other_numbers_of_workers(
+    plan: Any,
+) -> None:
+    size = ("cluster.nodes=512", "cluster.processes_per_node=8", "cluster.device=cpu")
+    words = (*size, "strategy=parameter_server", "strategy.servers=7")
     done = plan(*TEXTBOOK[:-1], *words, "--strategies", "ddp,parameter_server")
     assert done.returncode == 0, done.stderr
     assert set(rows(done.stdout)) == {"ddp", "parameter_server"}

@@ -28,7 +28,7 @@ from worldsize.checkpoints.holders import partly_held, written_here
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.storage import Writer
 from worldsize.checkpoints.tree import split
-from worldsize.collectives.per_rank import local
+from worldsize.collectives.per_rank import local, sharded_like
 from worldsize.core import CheckpointSaved, StateDict, World
 from worldsize.devices import queued
 from worldsize.errors import CheckpointError, OtherSchemaError, RunFolderError, SaveFailedError
@@ -293,8 +293,5 @@ def _tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 def _host_like(tensor: Tensor) -> Tensor:
     pinned = tensor.device.type == "cuda"
-    local = torch.empty_like(_local(tensor), device="cpu", memory_format=torch.contiguous_format, pin_memory=pinned)
-    if isinstance(tensor, DTensor):
-        shape, stride = tensor.shape, tensor.stride()
-        return DTensor.from_local(local, tensor.device_mesh, tensor.placements, shape=shape, stride=stride)
-    return local
+    part = torch.empty_like(_local(tensor), device="cpu", memory_format=torch.contiguous_format, pin_memory=pinned)
+    return sharded_like(tensor, part) if isinstance(tensor, DTensor) else part

@@ -9,13 +9,14 @@ sends depend neither on the number of summands nor on the world size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from worldsize.collectives.step_timer import started, wait
 from worldsize.core import World
@@ -27,31 +28,37 @@ _UNIT = 1 << 1074  # 1.0 in units of the smallest float64
 _FRACTION, _SPECIAL = 52, 0x7FF  # of a float64: bits of its fraction; the exponent of infinities and NaN
 
 
-def start_all_reduce(table: Tensor, world: World) -> Callable[[], Tensor]:
-    """Start to sum ``table``, of any shape, over all ranks.
+def _host_group(world: World) -> ProcessGroup | None:
+    """Return the group of this role for tensors in host memory, which need not wait for the device."""
+    return world.groups.get(f"host/{world.role}", world.group)
 
-    Calling the result waits for the other ranks and returns the sums, in the same shape, on the CPU.
+
+def start_all_reduce(table: Tensor, world: World) -> Callable[[], Tensor]:
+    """Start to sum ``table``, in host memory and of any shape, over all ranks, without the device.
+
+    Calling the result waits for the other ranks and returns the sums, in the same shape.
     """
     if world.group is None:
-        return table.cpu
-    work = started(dist.all_reduce(table := table.to(world.device), group=world.group, async_op=True))
+        return lambda: table
+    work = started(dist.all_reduce(table, group=_host_group(world), async_op=True))
 
     def result() -> Tensor:
         wait(work)
-        return table.cpu()
+        return table
 
     return result
 
 
 def start_all_gather(part: Tensor, world: World) -> Callable[[], Tensor]:
-    """Start to gather every rank's ``part``, which has the same shape on all ranks.
+    """Start to gather every rank's ``part``, which has the same shape on all ranks and may be in host memory.
 
     Calling the result waits for the other ranks and returns a tensor (ranks, *part.shape) on the CPU.
     """
     if world.group is None:
         return part[None].cpu
     parts = part.new_empty(world.size, *part.shape)
-    work = started(dist.all_gather_into_tensor(parts.view(-1), part.view(-1), group=world.group, async_op=True))
+    group = _host_group(world) if part.device.type == "cpu" else world.group
+    work = started(dist.all_gather_into_tensor(parts.view(-1), part.view(-1), group=group, async_op=True))
 
     def result() -> Tensor:
         wait(work)
@@ -80,7 +87,7 @@ def gather_tensors(parts: Mapping[Key, Tensor], world: World) -> dict[Key, Tenso
     if pieces:
         bytes_n[: sum(piece.numel() for piece in pieces)] = torch.cat(pieces)
     gathered: dict[Key, Tensor] = {}
-    for form, lengths, row_n in zip(forms, sizes, start_all_gather(bytes_n.to(world.device), world)(), strict=True):
+    for form, lengths, row_n in zip(forms, sizes, start_all_gather(bytes_n, world)(), strict=True):
         for (key, dtype, shape), piece in zip(form, row_n[: sum(lengths)].split(lengths), strict=True):
             gathered[key] = piece.clone().view(dtype).reshape(shape)
     return dict(sorted(gathered.items()))
@@ -151,6 +158,15 @@ def _rounded(row: list[int]) -> float:
     return _float(Fraction(sum(limb << (_BITS * place) for place, limb in enumerate(limbs) if limb), _UNIT))
 
 
+def _on_host(scalars: Sequence[Tensor]) -> Tensor:
+    """Stack ``scalars`` of several devices in host memory, with one wait for each device."""
+    stacked = torch.empty(len(scalars), dtype=scalars[0].dtype)
+    for device in dict.fromkeys(scalar.device for scalar in scalars):
+        places = [place for place, scalar in enumerate(scalars) if scalar.device == device]
+        stacked[places] = torch.stack([scalars[place] for place in places]).cpu()
+    return stacked
+
+
 def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: World) -> dict[str, float]:
     """Return the metrics over the batches of all ranks, equal on every rank; NaN where the count is 0.
 
@@ -160,8 +176,7 @@ def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: Worl
         world: The ranks that take part.
     """
     values_mpb = torch.zeros(len(names), 2, len(sums), dtype=torch.float64)
-    for column, batch in enumerate(sums.values()):
-        for row, name in enumerate(names):
-            values_mpb[row, :, column] = torch.stack([value.double().cpu() for value in batch[name]])
+    if values := [value.double() for batch in sums.values() for name in names for value in batch[name]]:
+        values_mpb = _on_host(values).view(len(sums), len(names), 2).permute(1, 2, 0).contiguous()
     totals = rounded(start_all_reduce(accumulated(values_mpb).flatten(0, 1), world)())
     return {name: quotient(*totals[2 * row : 2 * row + 2]) for row, name in enumerate(names)}

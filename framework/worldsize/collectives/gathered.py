@@ -29,4 +29,4 @@ def gathered_mean(row_n: Tensor, group: ProcessGroup) -> Tensor:
     size = dist.get_world_size(group)
     rows_pn = row_n.new_empty(size * row_n.numel())
     wait(dist.all_gather_into_tensor(rows_pn, row_n, group=group, async_op=True))
-    return torch.div(sum_level(rows_pn.view(size, -1).unbind()), size, out=row_n)
+    return torch.div(sum_level(rows_pn.view(size, -1)), size, out=row_n)

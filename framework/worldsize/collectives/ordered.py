@@ -133,8 +133,13 @@ def _add(sums: list[Tensor], more: list[Tensor]) -> None:
         torch._foreach_add_([each for each, _ in pairs], [each for _, each in pairs])
 
 
-def sum_level(nodes: Sequence[Tensor]) -> Tensor:
-    """Sum the nodes of one level, tensors of the same shape, in the order of the tree."""
+def sum_level(nodes: Sequence[Tensor] | Tensor) -> Tensor:
+    """Sum the nodes of one level, tensors of the same shape or the rows of one, in the order of the tree."""
+    if isinstance(nodes, Tensor):
+        while len(nodes) > 1 and len(nodes) % 2 == 0:
+            low, high = nodes.chunk(2)
+            nodes = low + high
+        nodes = nodes.unbind()
     nodes = list(nodes)
     while len(nodes) > 1 and len(nodes) % 2 == 0:
         half = len(nodes) // 2
@@ -164,7 +169,7 @@ def reduce_ordered(
     yield
     wait(work)
     in_order = theirs_pns if dealing == "block" else theirs_pns.transpose(0, 1)
-    total_s = sum_level(in_order.flatten(0, 1)[:nodes].unbind())
+    total_s = sum_level(in_order.flatten(0, 1)[:nodes])
     total_n = total_s.new_empty(size * shard)
     work = started(dist.all_gather_into_tensor(total_n, total_s, group=group, async_op=True))
     yield

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from worldsize.collectives.staged import Phases
 from worldsize.collectives.step_timer import started, wait
 from worldsize.collectives.summation import Summation
+from worldsize.devices import on_device
 
 
 def kept(length: int, density: float) -> int:
@@ -67,9 +68,9 @@ class RandomK(Summation):
         self._density, self.keeps_errors = density, keeps_errors
 
     def total(self, flat_n: Tensor, group: ProcessGroup, *, error_n: Tensor | None, seed: int) -> Phases:
-        drawn_2k = torch.stack(drawn(flat_n.numel(), kept(flat_n.numel(), self._density), seed))
-        pinned_2k = drawn_2k.pin_memory() if flat_n.is_cuda else drawn_2k  # from pageable memory the host waits
-        places_k, widths_k = pinned_2k.to(flat_n.device, non_blocking=True)
+        places_k, widths_k = (
+            on_device(each, flat_n.device) for each in drawn(flat_n.numel(), kept(flat_n.numel(), self._density), seed)
+        )
         broken = flat_n.sum().mul_(0)  # NaN if a number is not finite, which the drawn ones may not show
         values_k = flat_n[places_k] * widths_k if error_n is None else error_n.add_(flat_n)[places_k]
         work = started(dist.all_reduce(values_k.add_(broken), group=group, async_op=True))

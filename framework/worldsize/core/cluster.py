@@ -157,9 +157,9 @@ class World:
         local_rank: Rank among the processes of this node, from 0.
         node_rank: Index of this node, from 0.
         device: Device on which the process trains.
-        groups: Process groups by name: all processes that train ("all"), each role, this node. If all train, also those
-            with the same local rank on all nodes ("across"), and by tier ("tier/rack", ..., "tier/network") those with
-            the same place in the units below.
+        groups: Process groups by name: all processes that train ("all"), each role, and on accelerators its processes
+            with gloo ("host/worker"), this node. If all train, also those with the same local rank on all nodes
+            ("across"), and by tier ("tier/rack", ..., "tier/network") those with the same place in the units below.
     """
 
     role: str

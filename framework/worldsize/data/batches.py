@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from worldsize.core import Batch, ConfigError
+from worldsize.devices import on_device
 
 
 def map_tensors(batch: Batch, function: Callable[[Tensor], Any], own: Callable[[Any], Any]) -> Batch:
@@ -59,7 +60,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """
     if device.type == "cpu":
         return batch
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True), lambda own: _moved(own, device))
+    return map_tensors(batch, lambda tensor: on_device(tensor, device), lambda own: _moved(own, device))
 
 
 def _moved(own: Any, device: torch.device) -> Any:

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from worldsize.core import Batch, MicroBatch
 from worldsize.data.batches import map_tensors, pinned, to_device
+from worldsize.devices import on_device
 
 Host = TypeVar("Host")
 Copied = TypeVar("Copied")
@@ -63,11 +64,11 @@ def _copied(batch: Batch, device: torch.device) -> Batch:
     Its pinned memory, without which the copy would wait, is kept until the stream has read it.
     """
 
-    def copied(tensor: Tensor) -> Tensor:
-        pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
-        return pinned.to(device, non_blocking=True)
-
-    return map_tensors(batch, copied, lambda own: to_device(pinned(own), device) if _is_recorded(own) else own)
+    return map_tensors(
+        batch,
+        lambda tensor: on_device(tensor, device),
+        lambda own: to_device(pinned(own), device) if _is_recorded(own) else own,
+    )
 
 
 def _is_recorded(own: object) -> bool:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from worldsize.collectives.exact import exact_sum, start_all_gather
 from worldsize.collectives.step_timer import PHASES, StepTimer
 from worldsize.core import StepDone, StepResult, World
+from worldsize.devices import on_device, synchronize_stream
 from worldsize.engine.training_metrics import TrainingMetrics, means, missing
 
 _SPLITS = 1 + len(PHASES)  # times of a measured step: its wait for data, then its phases
@@ -87,7 +88,7 @@ class Window:
         names, metrics = self.metrics.take(self.world, padding)
         last_b = F.pad(losses_sb[-1], (0, padding))
         figures = [torch.cat([splits_s4.flatten(), times]), _first_nonfinite(losses_sb), last_b, metrics]
-        flat = torch.cat([each.to(losses_sb.device) for each in figures])
+        flat = torch.cat([on_device(each, losses_sb.device) for each in figures])
         logged = LoggedStep(
             step=step,
             batch_size=self.batch_size,
@@ -134,11 +135,13 @@ class LoggedStep:
     rank's logical ranks; both with a zero at the end if it has one logical rank less than others. Its length does not
     depend on the number of steps that were not measured.
     """
+    is_received: bool = False
+    """Whether the measurements of all ranks are here."""
 
     def received(self) -> LoggedStep:
         """Wait for the other ranks, so that nothing of this step can be lost with one of them."""
         rows_pn = self.gathered()
-        return replace(self, gathered=lambda: rows_pn)
+        return replace(self, gathered=lambda: rows_pn, is_received=True)
 
     def event(self, last: StepResult, skipped: int) -> StepDone:
         """Wait for the other ranks, and return the event of this step.
@@ -147,7 +150,11 @@ class LoggedStep:
             last: The result of this step.
             skipped: Steps whose update was skipped, since the run began.
         """
-        rows_pn = self.gathered()
+        own_norm = last.grad_norm
+        norm = None if own_norm is None else own_norm.to("cpu", non_blocking=True)
+        rows_pn = self.gathered()  # waits for the device, and with that for the norm
+        if own_norm is not None and self.is_received:
+            synchronize_stream(own_norm.device)
         splits, losses, parts = self.measured * _SPLITS, -(-self.logical_ranks // len(self.parts)), list(self.parts)
         sizes = [splits, 2, 2, losses, rows_pn.shape[1] - splits - 4 - losses]
         splits_pn, times_p2, nonfinite_p2, losses_pb, metrics_pn = torch.split(rows_pn, sizes, dim=1)
@@ -160,7 +167,7 @@ class LoggedStep:
             # part p has one loss of each full round in which logical ranks are dealt, and perhaps one of the last
             loss=_logged_loss(nonfinite_p2.tolist(), losses_pb[parts].T.flatten()[: self.logical_ranks].tolist()),
             lr=last.lr,
-            grad_norm=None if last.grad_norm is None else float(last.grad_norm),
+            grad_norm=None if norm is None else float(norm),
             skipped=skipped,
             data_seconds=self.waited / self.steps,
             step_seconds=tuple(times_p2[:, 0].tolist()),

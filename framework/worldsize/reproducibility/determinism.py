@@ -44,6 +44,8 @@ class Determinism:
         """Set torch's global flags in this process, which computes on ``device`` ("cpu" or "cuda")."""
         # use_deterministic_algorithms does the same and imports the compiler, 1.7 s in every worker
         torch.set_deterministic_debug_mode("error" if self.deterministic else "default")
+        # filling takes a kernel for each new tensor, even if it is overwritten at once
+        torch.utils.deterministic.fill_uninitialized_memory = device == "cpu"  # type: ignore[attr-defined]
         torch.backends.cudnn.deterministic = self.deterministic
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.set_float32_matmul_precision(self.matmul_precision)
@@ -51,8 +53,6 @@ class Determinism:
             # of the fused kernels only flash attention has a deterministic backward pass
             torch.backends.cuda.enable_mem_efficient_sdp(False)
             torch.backends.cuda.enable_cudnn_sdp(False)
-            # torch would fill every tensor that it allocates, even before it is overwritten
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     @property
     def exact_mode(self) -> str | None:

@@ -48,8 +48,7 @@ class AgreedLosses:
     def _exchange(self, record: LossRecord) -> None:
         if self._world is None:
             return
-        mine = torch.tensor([record.is_weighted], dtype=torch.int64, device=self._world.device)
-        forms = start_all_gather(mine, self._world)().flatten().tolist()
+        forms = start_all_gather(torch.tensor([int(record.is_weighted)]), self._world)().flatten().tolist()
         if len({*forms}) > 1:
             raise forms_differ(f"on rank {forms.index(0)}", f"on rank {forms.index(1)}")
 

@@ -118,24 +118,32 @@ class _Changes(Combination):
     """Abstract: sums the changes of all logical ranks in the fixed tree."""
 
     def __init__(self, slots: Sequence[BufferSlot], shape: StepShape) -> None:
-        self._slots, self._shape, self._node = slots, shape, shape.nodes()
+        self._shape, self._node = shape, shape.nodes()
         self._counters = [Counter() for _ in set(self._node.values())]
-        self._first = [slot.tensor.clone() for slot in slots]
+        by_dtype: dict[torch.dtype, list[BufferSlot]] = {}
+        for slot in slots:
+            by_dtype.setdefault(slot.tensor.dtype, []).append(slot)
+        self._slots = list(by_dtype.values())
+        self._places = [[slot.tensor for slot in same] for same in self._slots]
+        self._first = [_flat(places) for places in self._places]  # of each dtype, (n,): few kernels for many buffers
 
     def add(self, batch: int) -> None:
-        pairs = zip(self._slots, self._first, strict=True)
-        self._counters[self._node[batch]].add([self._change(_value(slot, first), first) for slot, first in pairs])
+        changes = []
+        for slots, places, first_n in zip(self._slots, self._places, self._first, strict=True):
+            now_n = _flat([_value(slot, place) for slot, place in zip(slots, places, strict=True)])
+            changes.append(self._change(now_n, first_n))
+        self._counters[self._node[batch]].add(changes)
 
     def _total(self) -> Tensor:
         """Return the sum of all changes of all buffers, a tensor (n,)."""
-        return self._shape.total(
-            [torch.cat([total.flatten() for total in counter.waiting[0]]) for counter in self._counters]
-        )
+        return self._shape.total([torch.cat(counter.waiting[0]) for counter in self._counters])
 
     def _write(self, changes_n: Tensor) -> None:
-        parts = torch.split(changes_n, [first.numel() for first in self._first])
-        for slot, first, part in zip(self._slots, self._first, parts, strict=True):
-            _write(slot, self._changed(first, part.view_as(first)))
+        parts = torch.split(changes_n, [first_n.numel() for first_n in self._first])
+        for slots, first_n, part_n in zip(self._slots, self._first, parts, strict=True):
+            values = torch.split(self._changed(first_n, part_n), [slot.tensor.numel() for slot in slots])
+            for slot, value in zip(slots, values, strict=True):
+                _write(slot, value.view(slot.tensor.shape))
 
     def _change(self, now: Tensor, first: Tensor) -> Tensor:
         """Return the difference from ``first``; where ``first`` is infinite, return the new value itself."""
@@ -289,6 +297,11 @@ def _value(slot: BufferSlot, first: Tensor) -> Tensor:
 
 def _write(slot: BufferSlot, value: Tensor) -> None:
     slot.tensor.data.copy_(value)  # through .data, since a new version would invalidate autograd's graph
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a copy of the numbers of ``tensors``, of one dtype, as one tensor (n,)."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 def _bytes(tensors: Sequence[Tensor]) -> Tensor:

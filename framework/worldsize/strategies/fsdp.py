@@ -148,6 +148,11 @@ class FSDP(Strategy):
             )
         if self.cpu_offload and cluster.device == "cpu":
             raise ConfigError("strategy.cpu_offload=true moves shards from GPUs to the host; cluster.device is cpu.")
+        if self.cpu_offload and "gloo" not in cluster.backend:
+            raise ConfigError(
+                f"strategy.cpu_offload=true sums shards in host memory, and cluster.backend={cluster.backend} cannot. "
+                "Set 'cluster.backend=\"cpu:gloo,cuda:nccl\"', with these quotes."
+            )
         return worker_roles(cluster, self.on_failure)
 
     def _shard_size(self, processes: int, per_node: int) -> int:

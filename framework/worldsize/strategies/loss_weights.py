@@ -71,5 +71,6 @@ def fp16_share(weight: Tensor, group: ProcessGroup | None) -> Tensor:
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply the gradients by ``factor``, a scalar tensor, in place."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    for device in dict.fromkeys(gradient.device for gradient in gradients):  # shards may be on the host
+        own = [gradient for gradient in gradients if gradient.device == device]
+        torch._foreach_mul_(own, factor.to(device, own[0].dtype))

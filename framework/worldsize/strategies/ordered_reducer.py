@@ -121,8 +121,7 @@ class OrderedReducer(GradientReducer):
             if waiting[places[0]].is_complex():  # a bucket has one dtype, and these torch gives no gradients for
                 bucket.buffer().add_(torch.cat([_real(waiting[place]).flatten() for place in places]))
                 continue
-            for gradient, place in zip(bucket.gradients(), places, strict=True):
-                gradient.add_(waiting[place])
+            torch._foreach_add_(bucket.gradients(), [waiting[place] for place in places])
         sums = [counter.waiting[0] for counter in complete]
         return [*(torch.cat([_real(total[place]).flatten() for place in places]) for total in sums), bucket.buffer()]
 

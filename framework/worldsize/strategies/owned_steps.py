@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,6 +16,8 @@ from worldsize.collectives.step_timer import phase, started, wait
 from worldsize.core import World
 from worldsize.optimizers.names import all_parameters
 from worldsize.strategies.step_hooks import enclose_steps
+
+_SMALL = 1 << 20  # bytes; up to here parameters are sent together, from a copy
 
 
 @final
@@ -68,15 +71,23 @@ class OwnedSteps:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Send this rank's parameters to the others, and receive theirs."""
-        trained = [each for each in all_parameters(self._optimizer) if each.requires_grad]
-        works = [
-            started(dist.broadcast(each.detach(), group=self._world.group, group_src=owner, async_op=True))
-            for each in trained
-            if (owner := self._owners.get(id(each))) is not None
-        ]
-        for work in works:
+        """Send this rank's parameters to the others, and receive theirs; small ones of one owner in one message."""
+        messages: dict[tuple[object, ...], list[Tensor]] = {}
+        for place, each in enumerate(all_parameters(self._optimizer)):
+            owner = self._owners.get(id(each))
+            if each.requires_grad and owner is not None:
+                kind = (each.dtype, each.device) if each.nbytes <= _SMALL else (place,)
+                messages.setdefault((owner, *kind), []).append(each.detach())
+        flights = []
+        for (owner, *_), parts in messages.items():
+            sent = parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
+            work = started(dist.broadcast(sent, group=self._world.group, group_src=owner, async_op=True))
+            flights.append((work, sent, parts))
+        for work, sent, parts in flights:
             wait(work)
+            if len(parts) > 1:
+                received = sent.split([part.numel() for part in parts])
+                torch._foreach_copy_(parts, [own.view(part.shape) for own, part in zip(received, parts, strict=True)])
 
     def _owns(self, parameter: Tensor) -> bool:
         """Return whether this rank updates ``parameter``; all do if it came to the optimizer later."""

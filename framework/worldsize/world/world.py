@@ -86,6 +86,9 @@ def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: Sto
         groups = {name: _group(everyone, everyone, timeout) for name in ("all", world.role)}
         own = dist.new_group(list(everyone), timeout, backend="gloo")
         groups[f"checkpoint/{world.role}"] = cast("ProcessGroup", own)
+        if world.device.type != "cpu":
+            own = dist.new_group(list(everyone), timeout, backend="gloo")
+            groups[f"host/{world.role}"] = cast("ProcessGroup", own)
         if copies:
             own = dist.new_group(list(everyone), timeout, backend="gloo")
             groups[f"copies/{world.role}"] = cast("ProcessGroup", own)
@@ -132,7 +135,7 @@ def world_of(
     ``host_backend`` is the backend of the group with which ranks coordinate checkpoints.
     """
     timeout = timedelta(seconds=cluster.timeout)
-    groups = _groups(placement, roles, timeout, host_backend) if dist.is_initialized() else {}
+    groups = _groups(placement, roles, timeout, host_backend, device) if dist.is_initialized() else {}
     if "node" in groups and cluster.tiers:
         groups |= _tier_groups(placement, cluster.tiers, timeout)
     return _world(placement, device, roles, groups)
@@ -212,7 +215,7 @@ def _world(
 
 
 def _groups(
-    placement: Placement, roles: Mapping[str, Role], timeout: timedelta, host_backend: str
+    placement: Placement, roles: Mapping[str, Role], timeout: timedelta, host_backend: str, device: torch.device
 ) -> dict[str, ProcessGroup]:
     # every rank must create each of these groups, members or not
     training = role_ranks({name: role for name, role in roles.items() if not role.serves})
@@ -223,6 +226,9 @@ def _groups(
         # a thread writes checkpoints while training uses the role's own group
         own = dist.new_group(list(members), timeout, backend=host_backend)
         groups[f"checkpoint/{name}"] = cast("ProcessGroup", own)
+        if device.type != "cpu":
+            own = dist.new_group(list(members), timeout, backend=host_backend)
+            groups[f"host/{name}"] = cast("ProcessGroup", own)
     if placement.local_world_size < placement.world_size == len(everyone):
         groups |= _node_groups(placement, timeout)
     return groups

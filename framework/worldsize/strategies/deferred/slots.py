@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from worldsize.collectives.per_rank import sharded_like
+
 Table: TypeAlias = Literal["_parameters", "_buffers", "__dict__"]
 _TABLES: tuple[Table, ...] = ("_parameters", "_buffers", "__dict__")
 
@@ -91,8 +93,7 @@ def like(tensor: Tensor, numbers: Tensor, *, leave_out: frozenset[str] = frozens
 
 
 def _part(empty: DTensor, full: Tensor, device: torch.device) -> DTensor:
-    mesh, placements = empty.device_mesh, empty.placements
-    size, begin = compute_local_shape_and_global_offset(full.shape, mesh, placements)
+    size, begin = compute_local_shape_and_global_offset(full.shape, empty.device_mesh, empty.placements)
     box = tuple(slice(first, first + length) for first, length in zip(begin, size, strict=True))
     local = full[box].to(device, copy=True, memory_format=torch.contiguous_format)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=empty.stride())
+    return sharded_like(empty, local)

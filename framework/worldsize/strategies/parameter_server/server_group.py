@@ -122,6 +122,11 @@ class ServerGroup:
 
     def check(self, cluster: Cluster, workers: int) -> None:
         """Raise ConfigError if the options cannot be used on ``cluster`` with this number of workers."""
+        if cluster.device != "cpu":
+            raise ConfigError(
+                f"parameter servers send gradients from host memory, and cluster.device={cluster.device} computes them "
+                "elsewhere. Set cluster.device=cpu, or use strategy=fsdp or zero."
+            )
         if self.servers < 1 or workers < 1:
             raise ConfigError(
                 f"a parameter server needs at least one server and one worker; the cluster has {cluster.processes} "

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from worldsize.collectives.step_timer import started, wait
 from worldsize.core import World
+from worldsize.devices import on_device
 
 Begun = Callable[[], Callable[[], Tensor]]
 
@@ -63,13 +64,23 @@ def wide(tensor: Tensor) -> Tensor:
 
 def flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Concatenate ``tensors`` of any shapes to one (n,) on ``device``, at least float32."""
-    return torch.cat([wide(tensor.detach()).flatten().to(device) for tensor in tensors])
+    return torch.cat([on_device(wide(tensor.detach()).flatten(), device) for tensor in tensors])
 
 
 def split_like(row_n: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Split ``row_n``, of shape (n,), into views with the shapes of ``like``."""
     parts = torch.split(row_n, [tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def beside(means: Sequence[Tensor], like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Bring those of ``means`` to the host whose tensors of ``like`` are there, with one wait for the device."""
+    places = [place for place, each in enumerate(like) if each.device.type == "cpu" != means[place].device.type]
+    if not places:
+        return means
+    host_n = torch.cat([means[place].flatten() for place in places]).cpu()
+    moved = dict(zip(places, split_like(host_n, [like[place] for place in places]), strict=True))
+    return [moved.get(place, mean) for place, mean in enumerate(means)]
 
 
 def mean_of(tree: Any, exchange: Exchange) -> Any:
@@ -79,6 +90,6 @@ def mean_of(tree: Any, exchange: Exchange) -> Any:
     tensors = [leaves[place] for place in places]
     if tensors:
         row_n = exchange.begin(flat(tensors, exchange.device))()()
-        for place, mean in zip(places, split_like(row_n, tensors), strict=True):
+        for place, mean in zip(places, beside(split_like(row_n, tensors), tensors), strict=True):
             leaves[place] = mean.to(leaves[place])
     return tree_unflatten(leaves, spec)

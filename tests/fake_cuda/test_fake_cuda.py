@@ -1,0 +1,75 @@
+"""Each strategy trains, evaluates, saves and loads on fake CUDA tensors, without a GPU: see tests/fake_cuda/rank.py.
+
+Fakes have no values, and streams no order: they show a tensor on the wrong device, and a wait.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import environment
+from tests.fake_cuda.cases import ABSENT, ALLOWED, cases
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+_PARTS = 2  # processes, each for a part of the cases
+
+
+@pytest.fixture(scope="module")
+def shims(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile the libraries that let torch believe in GPUs."""
+    folder = tmp_path_factory.mktemp("shims")
+    for source, library in {"driver.c": "libcuda.so.1", "device_count.c": "libdevices.so"}.items():
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / library, HERE / source], check=True)
+    return folder
+
+
+def run(commands: list[list[str]], shims: Path) -> list[dict[str, Any]]:
+    """Run the cases one after the other in one process."""
+    library = shims / "libdevices.so"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fake_cuda.rank", library],
+        input="".join(f"{json.dumps(each)}\n" for each in commands),
+        env=environment(LD_LIBRARY_PATH=str(shims), LD_PRELOAD=str(library), OMP_NUM_THREADS="1"),
+        cwd=REPOSITORY,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == len(commands), done.stderr[-4000:]
+    return answers
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_a_rank_on_cuda_waits_only_where_it_must(part: int, shims: Path) -> None:
+    answers = run([case.words for case in cases()[part::_PARTS]], shims)
+    failures = {" ".join(each["words"]): each["error"] for each in answers if each["error"]}
+    assert failures == {}
+    on_device = {" ".join(each["words"]): each["on_device"] for each in answers if each["on_device"]}
+    assert on_device == {}, "a save keeps tensors on the GPU"
+    others: dict[str, list[str]] = {}
+    for each in answers:
+        for phase, function, kind, count in each["waits"]:
+            most, _ = ALLOWED.get((phase, function), (0, ""))
+            if count > most:
+                others.setdefault(f"{phase}: {function}", []).append(f"{kind} {count}: {' '.join(each['words'])}")
+    assert others == {}
+
+
+def test_every_strategy_and_every_pair_of_options_is_among_the_cases() -> None:
+    folders = ("conf/strategy", "plugins/*/conf/strategy")
+    known = {path.stem for folder in folders for path in REPOSITORY.glob(f"{folder}/*.yaml")}
+    assert {case.strategy[0].partition("=")[2] for case in cases()} | ABSENT.keys() == known
+    options = [case.options for case in cases()]
+    for one, other in combinations(range(5), 2):
+        there = {(case[one], case[other]) for case in options}
+        assert there == {(a[one], b[other]) for a in options for b in options}
