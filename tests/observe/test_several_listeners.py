@@ -48,8 +48,8 @@ def expires_after(listener: SubprocessListeners, *names: str, patch: pytest.Monk
     def now() -> float:
         return time.monotonic() + (0 if any(each._process.is_alive() for each in awaited) else 1e6)
 
-    def briefly(*lists: Any) -> Any:
-        return select(*lists[:3], min(lists[3], 0.05))
+    def briefly(reading: list[int], writing: list[int], other: list[int], seconds: float) -> Any:
+        return select(reading, writing, other, min(seconds, 0.05))
 
     patch.setattr(subprocess_listeners, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
     patch.setattr(subprocess_listeners, "select", briefly)
