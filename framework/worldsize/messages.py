@@ -120,10 +120,13 @@ def ask(facts: Mapping[str, Sequence[str]], *, yes: bool, deed: str) -> None:
 
 @final
 class _LastingFile(io.RawIOBase):
-    """Output to a file or terminal that a run can outlive: bytes that it refuses are dropped, after one warning."""
+    """Output to a file or terminal that a run can outlive: bytes that it refuses are dropped, after one warning.
 
-    def __init__(self, descriptor: int, name: str) -> None:
-        self._descriptor, self._name = descriptor, name
+    ``needs_reader``: a pipe that nobody reads any more is an error all the same.
+    """
+
+    def __init__(self, descriptor: int, name: str, *, needs_reader: bool) -> None:
+        self._descriptor, self._name, self._needs_reader = descriptor, name, needs_reader
         self._has_failed = False
 
     def fileno(self) -> int:
@@ -139,6 +142,8 @@ class _LastingFile(io.RawIOBase):
         try:
             return os.write(self._descriptor, data)
         except OSError as error:  # a full disk, a closed pipe, a terminal that hung up
+            if self._needs_reader and isinstance(error, BrokenPipeError):
+                raise
             if not self._has_failed:
                 self._has_failed = True
                 self._warn(error)
@@ -151,8 +156,11 @@ class _LastingFile(io.RawIOBase):
             os.write(2, f"{fact}; the run goes on, and its folder has the logs\n".encode())
 
 
-def outlive_output() -> None:
-    """Let no error of the terminal, or of the files and pipes in its place, end this process from now on."""
+def outlive_output(*, needs_reader: bool = False) -> None:
+    """Let no error of the terminal, or of the files and pipes in its place, end this process from now on.
+
+    ``needs_reader``: of a command that only shows something, which ends once nobody reads it.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         with suppress(OSError, ValueError, AttributeError):  # not a file, as in tests
@@ -160,7 +168,7 @@ def outlive_output() -> None:
             with suppress(OSError):
                 stream.flush()
             lines, unbuffered = stream.line_buffering, stream.write_through  # the latter: python -u
-            raw = _LastingFile(descriptor, name)
+            raw = _LastingFile(descriptor, name, needs_reader=needs_reader)
             file = raw if unbuffered else io.BufferedWriter(raw)
             kind = {"line_buffering": lines, "write_through": unbuffered}
             setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "backslashreplace", **kind))

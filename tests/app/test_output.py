@@ -116,3 +116,38 @@ def test_a_command_escapes_what_the_encoding_of_the_terminal_lacks(tmp_path: Pat
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith(r"gr\xf6\xdfe")
+
+
+def test_watch_and_evaluate_go_on_when_a_disk_under_their_output_is_full(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", steps=1)
+    for words, code in ((("watch", "a"), 0), (("evaluate", "a"), 2)):
+        with Path("/dev/full").open("wb") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "worldsize", *words],
+                cwd=tmp_path,
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_is_outlived_and_a_reader_that_has_gone_is_not() -> None:
+    program = """if True:
+        import sys
+        from worldsize.messages import outlive_output, until_output_closes
+        with until_output_closes():
+            outlive_output(needs_reader=True)
+            print("a", flush=True)
+            print("went on", file=sys.stderr)
+    """
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as closed, Path("/dev/full").open("wb") as full:
+        ends = [
+            subprocess.run([sys.executable, "-c", program], stdout=output, stderr=subprocess.PIPE, text=True)
+            for output in (closed, full)
+        ]
+    assert [(end.returncode, end.stderr.splitlines()[1:]) for end in ends] == [(141, []), (0, ["went on"])]
+    assert ends[0].stderr == ""

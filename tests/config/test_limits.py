@@ -92,6 +92,14 @@ def test_a_name_for_type_checkers_alone_takes_the_limits_of_no_other_option(name
         check_node({"_target_": name, "share": "x"}, allowed=allowed, key="strategy")
 
 
+def test_a_whole_number_with_an_exponent_is_to_be_written_in_digits() -> None:
+    node = {"_target_": "recipes.digits.recipe.Digits", "dropout": 0.0, "make_optimizer": {}}
+    with pytest.raises(ConfigError, match=r"it takes int\. Write recipe.width=100\.$"):
+        check_node({**node, "width": 1e2}, allowed=Allowed(), key="recipe")
+    with pytest.raises(ConfigError, match=r"^recipe.width=1.5 is of the wrong type: it takes int\.$"):
+        check_node({**node, "width": 1.5}, allowed=Allowed(), key="recipe")
+
+
 def partly(mesh: Mesh | None = None, share: Annotated[float, Range(least=0, below=1)] = 0.5) -> None:
     """Stand for a function that names what is imported for type checkers alone."""
 

@@ -364,14 +364,6 @@ def test_a_working_directory_that_was_deleted_is_named(
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 @settings(LIGHT, max_examples=40)
-@given(words=composed())
-def test_many_malformed_configurations_are_refused(place: Place, words: list[str]) -> None:
-    check_refused([str(place.run) if word == RUN else word for word in words], place)
-
-
-@pytest.mark.heavy
-@pytest.mark.timeout(900)
-@settings(LIGHT, max_examples=40)
 @given(words=other(), name=st.integers(0, 6))
 def test_many_malformed_commands_are_refused(place: Place, words: list[str], name: int) -> None:
     there = {RUN: str(place.run), PLACE: str(place.folder / place.places[name])}

@@ -330,7 +330,7 @@ def test_the_processes_of_joblib_show_messages_as_this_one_does_and_end_with_the
     assert called(task, "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=1,2") == 0
     assert {"warning: run 1\\x1b", "warning: run 2\\x1b"} <= set(capfd.readouterr().err.splitlines())
     for each in multiprocessing.active_children():
-        each.join(timeout=10)
+        each.join(timeout=120)
     assert multiprocessing.active_children() == []
 
 

@@ -173,7 +173,7 @@ def test_a_process_that_outlives_a_hang_writes_of_the_next_one_too(tmp_path: Pat
         return len(hung_processes(tmp_path)) == number
 
     def await_record(number: int) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not written(number):
             assert time.monotonic() < deadline
             threading.Event().wait(0.02)

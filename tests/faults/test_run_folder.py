@@ -52,7 +52,7 @@ class Filling(DDP):
 
 def deleted(folder: Path) -> None:
     """Delete a folder in which others may create files meanwhile."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while folder.exists():
         assert time.monotonic() < deadline, "somebody creates it again and again"
         shutil.rmtree(folder, ignore_errors=True)

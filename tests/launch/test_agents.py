@@ -45,7 +45,7 @@ class Waits:
         self.abort = self.aborted.set
 
     def wait(self) -> Outcome:
-        return Outcome("failed", 1) if self.aborted.wait(3.0) else Outcome("completed", 0)
+        return Outcome("failed", 1) if self.aborted.wait(120.0) else Outcome("completed", 0)
 
 
 def test_an_attempt_that_begins_when_its_first_host_is_gone_is_called_off(

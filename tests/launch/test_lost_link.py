@@ -91,7 +91,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Mailbox[int]:
 
 
 def eventually(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.01)

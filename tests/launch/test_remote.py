@@ -107,7 +107,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         agent.start()
         yield pair
         pair.hosts.dismiss()
-        agent.join(10)
+        agent.join(120)
         pair.first.close()
         pair.other.close()
     assert not agent.is_alive()
@@ -145,12 +145,12 @@ def test_a_process_is_told_and_heard_and_leaves_its_progress_and_its_code(pair: 
     member = started(pair)
     assert member.pipe is not None
     send(member.pipe, {"number": 21})
-    assert wait([member.pipe], 10)  # type: ignore[list-item]
+    assert wait([member.pipe], 120)  # type: ignore[list-item]
     assert receive(member.pipe) == {"stopped": 42}
     assert member.process.is_alive()
     assert member.process.pid != os.getpid()
     send(member.pipe, {"end": 9})
-    assert wait([member.process.sentinel], 10)
+    assert wait([member.process.sentinel], 120)
     ending = member.ending()
     assert (ending.exit_code, ending.error) == (9, None)
     assert ending.beat is not None
@@ -197,15 +197,15 @@ def test_a_lost_host_is_the_end_of_all_its_processes_and_of_none_by_its_own_erro
     member = started(pair)
     assert member.pipe is not None
     send(member.pipe, {"number": 1})
-    assert wait([member.pipe], 10)  # type: ignore[list-item]
+    assert wait([member.pipe], 120)  # type: ignore[list-item]
     pair.other.close()
-    assert wait([member.process.sentinel], 10)
+    assert wait([member.process.sentinel], 120)
     ending = member.ending()
     assert ending.cause == "the host h2 (node 1) has not answered for 2 s, or is gone"
     assert not ending.has_failed_itself
     with pytest.raises(LostHostError, match="the host h2 is lost"):
         started(pair, 1)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while pair.left != [False]:  # the agent has ended its processes
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -238,21 +238,22 @@ class _Door:
 def test_the_gang_does_not_wait_while_it_is_asked_whether_this_host_still_leads(tmp_path: Path) -> None:
     """The gang's loop takes in a host that has come back before its loss was noticed."""
     ends, answered, asked = [connected(), connected()], threading.Event(), threading.Event()
+    answers: Mailbox[bool] = Mailbox()
 
     def may_go_on() -> bool:
         asked.set()
-        return answered.wait(15) or True
+        answers.put(answered.wait(120))
+        return True
 
     door: Any = _Door(RemoteAgent(1, "h2", ends[1][0]))
     cluster = Cluster("slurm", nodes=2, processes=2, device="cpu", backend="gloo")
     plan = Plan(tmp_path, cluster, {"worker": Role(2, restart="heal")}, {})
     hosts = RemoteHosts([RemoteAgent(1, "h2", ends[0][0])], plan, 1, tmp_path, SILENCE, door, LossPolicy(may_go_on))
     hosts.listen()
-    begun = time.monotonic()
     assert [*hosts.welcome(set())] == [1]
-    assert time.monotonic() - begun < 10
-    assert asked.wait(10)
+    assert asked.wait(120)
     answered.set()
+    assert answers.get()  # else the gang went on only after the question was given up
     for ours, theirs in ends:
         theirs.close()
         ours.close()

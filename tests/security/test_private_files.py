@@ -35,6 +35,8 @@ SECRETS = {  # each in a format that its issuer has published; none was ever val
     "state.json": '{"password":"' + "a1B2" * 5 + '"}\n',
     "client.py": "self._password = '" + "a1B2" * 5 + "=='\n",
     "registry.txt": "//registry.npmjs.org/:_authToken=" + "0a1b2c3d-4e5f-6071-8293-a4b5c6d7e8f9" + "\n",
+    "cookie.txt": "session=eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2ln\n",
+    "gpt.txt": "sk-" + "a1B2" * 5 + "T3BlbkFJ" + "a1B2" * 5 + "\n",
     "pay.py": "token = 'sk_live_" + "a" * 24 + "'\n",
 }
 
@@ -97,7 +99,7 @@ def test_a_file_with_a_key_in_it_is_left_out(project: Path, name: str) -> None:
     assert (code.left_out, code.patch) == ((name,), b"")
 
 
-@pytest.mark.parametrize("part", ["A", "a.", "A=", "key: ", "secret ", "//example.org/"])
+@pytest.mark.parametrize("part", ["A", "a.", "A=", "key: ", "secret ", "//example.org/", "eyJ", "sk-"])
 def test_a_long_line_is_searched_in_linear_time(tmp_path: Path, part: str) -> None:
     """Quadratic time would be hours, after which the time limit ends the test."""
     (tmp_path / "data.txt").write_text(f"key{' ' * 1_000_000}\n{part * (1_000_000 // len(part))}(")

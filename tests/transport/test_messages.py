@@ -98,7 +98,7 @@ def test_a_peer_that_sends_a_byte_now_and_then_is_lost(ends: tuple[Channel, sock
 def test_a_server_goes_on_after_a_join_that_is_nested_too_deeply(tmp_path: Path) -> None:
     listener = listen(f"unix:{tmp_path}/server", None)
     services = {"echo": lambda channel, facts: channel.send_message(CommonOperation.WELCOME, facts)}
-    server = ConnectionServer(listener, None, services, timeout=5.0, operations=Operation)
+    server = ConnectionServer(listener, None, services, timeout=60.0, operations=Operation)
     ours, theirs = socket.socketpair()
     with theirs:
         deep = b"[" * 100_000
@@ -106,7 +106,7 @@ def test_a_server_goes_on_after_a_join_that_is_nested_too_deeply(tmp_path: Path)
         server.serve(ours)
         assert server.refused == 1
     server.start()
-    channel = connect(f"unix:{tmp_path}/server", None, peer="", seconds=5.0, operations=Operation)
+    channel = connect(f"unix:{tmp_path}/server", None, peer="", seconds=60.0, operations=Operation)
     channel.send_message(CommonOperation.JOIN, {"kind": "echo", "name": "worker-0"})
     assert channel.message(channel.answer(CommonOperation.WELCOME))["name"] == "worker-0"
     channel.close()
@@ -132,11 +132,11 @@ def test_a_server_goes_on_after_a_connection_for_which_there_is_no_room(
     monkeypatch.setattr(owner, step, once_fails)
     listener = listen(f"unix:{tmp_path}/server", None)
     services = {"echo": lambda channel, facts: channel.send_message(CommonOperation.WELCOME, facts)}
-    server = ConnectionServer(listener, None, services, timeout=5.0, operations=Operation)
+    server = ConnectionServer(listener, None, services, timeout=60.0, operations=Operation)
     server.start()
     for _ in range(2):
-        channel = connect(f"unix:{tmp_path}/server", None, peer="", seconds=5.0, operations=Operation)
-        channel.wait_at_most(5.0)
+        channel = connect(f"unix:{tmp_path}/server", None, peer="", seconds=60.0, operations=Operation)
+        channel.wait_at_most(60.0)
         with closing(channel), suppress(LostError):
             channel.send_message(CommonOperation.JOIN, {"kind": "echo", "name": "worker-0"})
             channel.message(channel.answer(CommonOperation.WELCOME))
@@ -159,15 +159,15 @@ def test_the_oldest_connection_that_has_not_joined_gives_way(tmp_path: Path, mon
         ended.wait()
         channel.send_message(CommonOperation.MESSAGE, "still here")
 
-    ConnectionServer(listener, None, {"wait": attend}, timeout=5.0, operations=Operation).start()
-    joined = connect(address, None, peer="", seconds=5.0, operations=Operation)
+    ConnectionServer(listener, None, {"wait": attend}, timeout=60.0, operations=Operation).start()
+    joined = connect(address, None, peer="", seconds=60.0, operations=Operation)
     joined.send_message(CommonOperation.JOIN, {"kind": "wait", "name": "worker-0"})
     joined.message(joined.answer(CommonOperation.WELCOME))
     silent: list[socket.socket] = []
     for _ in range(12):
         silent.append(socket.socket(socket.AF_UNIX))
         silent[-1].connect(f"{tmp_path}/server")
-    silent[0].settimeout(5.0)
+    silent[0].settimeout(60.0)
     assert silent[0].recv(1) == b""
     ended.set()
     assert joined.message(joined.answer(CommonOperation.MESSAGE)) == "still here", "one that has joined stays"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -79,3 +80,21 @@ def test_the_first_process_that_failed_is_recorded(started: Path, monkeypatch: p
         process.main()
     failure = view(started).attempts[-1]["failure"]
     assert failure == {"role": "worker", "rank": 3, "host": "b", "step": None, "cause": "error 3"}
+
+
+def test_an_error_that_quotes_a_secret_is_written_without_it(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(started)
+
+    def refuse(_: RunDirectory) -> None:
+        os.environ.pop("WORLDSIZE_SECRETS")  # as the settings of a run do
+        raise ConnectionError("401 for https://me:hunter2@host: canary-of-the-key and canary-of-the-variable")
+
+    monkeypatch.setenv("WORLDSIZE_SECRETS", json.dumps([[["logger", "key"], "canary-of-the-key"]]))
+    monkeypatch.setenv("HUB_TOKEN", "canary-of-the-variable")
+    monkeypatch.setattr(process, "read_settings", refuse)
+    with pytest.raises(ConnectionError):
+        process.play(run, placement({}, "alone"))
+    text = run.error("process", 0).read_text()
+    assert json.loads(text)["cause"] == "ConnectionError: 401 for https://host: <redacted> and <redacted>"
+    assert "canary" not in text
+    assert "hunter2" not in text

@@ -14,7 +14,7 @@ from worldsize.config.compose import compose_only, resolved
 from worldsize.config.overrides import key_of
 from worldsize.driver.recorded_run import check_before_start, enter_project, placed
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.messages import refuse
+from worldsize.messages import outlive_output, refuse
 from worldsize.records.run_record import RunView, view
 
 _OWN = ("checkpoint", "split")  # words of this command, which are not configuration keys
@@ -31,6 +31,7 @@ def main() -> None:
     )
     parser.add_argument("--yes", action="store_true", help="go on with another user's run without asking")
     options = parser.parse_intermixed_args()
+    outlive_output()
     try:
         choices = {key_of(word): word.partition("=")[2] for word in options.words if key_of(word) in _OWN}
         overrides = [word for word in options.words if key_of(word) not in _OWN]

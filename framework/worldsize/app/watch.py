@@ -14,7 +14,7 @@ from rich.live import Live
 
 from worldsize.driver.scheduled import Scheduler, is_alive, state_of
 from worldsize.errors import WorldsizeError
-from worldsize.messages import printable, refuse
+from worldsize.messages import outlive_output, printable, refuse
 from worldsize.observe.events import describe_event
 from worldsize.observe.progress import Plain
 from worldsize.observe.report.svg import plain
@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize watch", description=__doc__)
     parser.add_argument("run", type=Path, help="the run's folder")
     run = RunDirectory(parser.parse_args().run.resolve())
+    outlive_output(needs_reader=True)
     try:
         sys.exit(watch(run, Console()))
     except WorldsizeError as error:

@@ -25,6 +25,9 @@ GROUPS = (
     *("cluster", "strategy", "reproducibility", "optimizer", "schedule", "data", "logger", "checkpoint", "recipe"),
     "autoscale",
 )
+_OPTIONS = re.compile(
+    r"[^\[]*|\[(?!.*\bnull\b)\s*[A-Za-z_][\w/-]*(\s*,\s*[A-Za-z_][\w/-]*)*\s*\]", re.DOTALL
+)  # one, or a list
 _FOLDER = "worldsize makes a run's folder itself, and stays in the working directory. Set run.root and run.name."
 REFUSED: Mapping[str, str] = {
     "hydra.run.dir": _FOLDER,
@@ -54,7 +57,8 @@ def normalised(arguments: Sequence[str]) -> list[str]:
             raise ConfigError(f"{key} is not followed: {REFUSED[key]}")
     for word in flags.overrides:
         _check_kept(word)
-        if word.lstrip("+").removesuffix("=null") in GROUPS:
+        group, _, option = word.lstrip("+").partition("=")
+        if group in GROUPS and (option == "null" or "=" not in word or not _OPTIONS.fullmatch(option)):
             raise ConfigError(_null_option(flags, word))
     if flags.hydra_help:  # this is only about Hydra, which does not know our keys there
         return [word for word in words if word not in flags.overrides or key_of(word).startswith("hydra")]
@@ -125,12 +129,11 @@ def folder_of_flags(flags: Namespace) -> Path | None:
 
 
 def _null_option(flags: Namespace, word: str) -> str:
-    """Return the options of the group that ``word``, such as ``logger=null``, sets to null."""
-    group = word.lstrip("+").removesuffix("=null")
+    """Return a sentence about ``word``, such as ``logger=null``, which names no option; it has those of the group."""
+    group, _, given = word.lstrip("+").partition("=")
     options = {option for conf in _places(flags) for name, option, _ in options_in(conf) if name == group}
-    if "none" in options:
-        return f"{word}: null is no option of the group {group}. Set {group}=none."
-    return f"{word}: null is no option of the group {group}{neighbours('null', options)}"
+    fact = f"{word}: {given or 'null'} is no option of the group {group}"
+    return f"{fact}. Set {group}=none." if "none" in options else f"{fact}{neighbours('null', options)}"
 
 
 def _chosen(flags: Namespace, words: Sequence[str]) -> set[str]:

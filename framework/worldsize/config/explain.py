@@ -7,13 +7,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    GrammarParseError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+    ValidationError,
+)
 
 from worldsize.config.files_read import place_of
 from worldsize.config.installed import installed
@@ -31,18 +38,79 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
     if unknown:
         full = re.search(r"full_key: (\S+)", text)
         key = unknown[1] or (full[1] if full else unknown[2])
+        if full and full[1].startswith(f"{key}."):  # of a mapping that was given as the value
+            key = full[1]
         place = place_of(key)  # before others are composed, to see what they have
         return ConfigError(f"{_unknown_key(key, overrides)}{place}")
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    merged = re.match(r"Error merging override \+*([\w.]+)=", str(error))
+    if merged and isinstance(cause, OmegaConfBaseException) and merged[1].startswith(f"{cause.full_key}."):
+        return ConfigError(
+            f"no key {merged[1]!r}: {cause.full_key} has a value, and no keys. Set {cause.full_key}=VALUE."
+        )
     if isinstance(cause, ValidationError):
-        return ConfigError(_wrong_type(cause))
-    if deleted := re.match(r"Error merging override ~([\w.]+)", _first_line(error)):
-        return ConfigError(f"~{deleted[1]}: this key stays. Set {deleted[1]}=VALUE, or leave the word out.")
+        return ConfigError(_wrong_type(cause, merged[1] if merged else cause.full_key))
+    if isinstance(cause, InterpolationResolutionError | UnsupportedInterpolationType | GrammarParseError):
+        return ConfigError(_unresolved(cause))
     if isinstance(error, OverrideParseException):
         key, equals, _ = str(error.override).partition("=")
+        if not re.fullmatch(r"[+~]*[\w$-]+([./][\w$-]+)*(@[\w.:]*)?", key, re.ASCII):
+            return ConfigError(
+                f"{error.override!r}: {key!r} is no name of a key. Write KEY=VALUE or SECTION.KEY=VALUE."
+            )
         remedy = f"If the value is text, write {key}='\"VALUE\"'." if equals else "Write key=value."
         return ConfigError(f"{error.override!r} cannot be read: {_first_line(error)}. {remedy}")
-    return ConfigError(f"{_first_line(error)}.")
+    return ConfigError(_with_remedy(f"{_first_line(error)}."))
+
+
+def _with_remedy(text: str) -> str:
+    """Return a sentence of Hydra in the words of a command line, with what to do."""
+    for pattern, sentence in _SENTENCES.items():
+        if match := re.match(pattern, text, re.DOTALL):
+            return match.expand(sentence)
+    return text
+
+
+def _unresolved(error: OmegaConfBaseException) -> str:
+    """Explain an interpolation that has no value."""
+    text, key = _first_line(error), f"{error.full_key}: " if error.full_key else ""
+    if "GrammarParseError" in text or isinstance(error, GrammarParseError):
+        return (
+            f"{key}what stands in ${{...}} cannot be read. Write e.g. ${{seed}} or ${{oc.env:NAME}}, or \\${{ for text."
+        )
+    if variable := re.search(r"Environment variable '(.*?)' not found", text):
+        return (
+            f"{key}the environment variable {variable[1]!r} is not set. Set it, or write a default: "
+            f"${{oc.env:{variable[1]},DEFAULT}}."
+        )
+    if unknown := re.match(r"Interpolation key '(.*?)' not found", text):
+        return f"{key}there is no key {unknown[1]!r} whose value ${{{unknown[1]}}} could be. Name another, or a value."
+    text = text.rpartition("raised while resolving interpolation: ")[2]
+    return f"{key}an interpolation cannot be resolved: {text}. Write a value, or \\${{ for text."
+
+
+_SEVERAL = "\\1 has several values, which only a sweep takes. Add --multirun; if it is text, quote it: \\1='\"a,b\"'."
+_SENTENCES = {
+    r"Could not append to config\. An item is already at '(.+)'": r"\1 is there already. Write \1=VALUE, without a +.",
+    r"Sweep parameters '\+*([^=]+)=.*' requires --multirun": _SEVERAL,
+    r"Ambiguous value for argument '\+*([^=]+)=": _SEVERAL,
+    r"Could not delete '([^=]+?)(=.*)?'\. No match in the defaults list": (
+        r"~\1: no such option of \1 is chosen that could be left out. Leave the word out."
+    ),
+    r"Could not delete from config\. '(.+)' does not exist": r"~\1: there is no key \1. Leave the word out.",
+    r"Could not delete from config\. The value of '(.+?)' is .* and not (.*)\.$": (
+        r"~\1=\2: \1 has another value. Write ~\1, or leave the word out."
+    ),
+    r"force-add of config groups is not supported: '\++([^=]+)=": r"\1 is a group. Choose an option of it: \1=NAME.",
+    r"Error resolving interpolation '(.+?)', possible interpolation keys: (.*)\.": (
+        r"\1 chooses no option: only the choice of another group can stand there, of \2. Name the option."
+    ),
+    r"Override (.+)=.* looks like a config group override, but config group '(.+)' does not exist": (
+        r"\1: there is no group \2. Write \2=VALUE, without what follows the @."
+    ),
+    r"Error merging override ~([\w.]*\w)": r"~\1: this key stays. Set \1=VALUE, or leave the word out.",
+    r"Error merging override (\+*)([^=]+)=": r"\2 takes no such value. Look at what it has with --cfg job.",
+}
 
 
 def _first_line(error: Exception) -> str:
@@ -51,13 +119,20 @@ def _first_line(error: Exception) -> str:
     useful = [
         line for line in lines if line.strip("^ ") and not line.startswith(("See http", "Error parsing override"))
     ]
-    return " ".join(re.sub(r"^\w+Exception: ", "", useful[0]).rstrip(".").split()) if useful else type(error).__name__
+    if not useful:
+        return type(error).__name__
+    return " ".join(re.sub(r"^\w+Exception: | expecting \{.*", "", useful[0]).rstrip(".").split())
 
 
 def _unknown_option(error: MissingConfigException) -> str:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     broken = [f" The plugin {each.distribution} offers nothing: {each.broken}." for each in installed() if each.broken]
-    return f"no {group or 'configuration'} {option!r}{neighbours(option, error.options or [])}{''.join(broken)}"
+    known = error.options or {name for conf in (main_conf(), *config_folders()) for name in _options(conf, group)}
+    return f"no {group or 'configuration'} {option!r}{neighbours(option, known)}{''.join(broken)}"
+
+
+def _options(conf: Path, group: str) -> list[str]:
+    return [option for name, option, _ in options_in(conf) if name == group]
 
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> str:
@@ -78,7 +153,9 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
     shown = f"{parent}.{name}" if parent else key
     if scheduler := scheduler_option(parent, name, known):
         return f"no key {shown!r}. {scheduler}"
-    more = f" If its _target_ takes {name!r}, add it: +{key}=VALUE." if "_target_" in known and shown == key else ""
+    is_open = shown == key and (not known or "_target_" in known)
+    more = f" If its _target_ takes {name!r}, add it: +{key}=VALUE." if "_target_" in known else ""
+    more = (more or f" If {parent} takes any names, add it: +{key}=VALUE.") if is_open else ""
     return f"no key {shown!r}{neighbours(name, known)}{more}{_of_the_run(name) if parent else ''}"
 
 
@@ -138,15 +215,26 @@ def _composed(overrides: Sequence[str]) -> Any:
             return OmegaConf.to_container(compose("config", overrides=usual))
 
 
-def _wrong_type(error: ValidationError) -> str:
+def _wrong_type(error: ValidationError, key: str | None) -> str:
+    """Explain a value that is not of its key's type; ``key`` is the one that was given."""
     message = str(error.msg or error).splitlines()[0]
-    if error.full_key and message.endswith("is not Optional"):
-        return f"{error.full_key} needs a value; null is none. Set {error.full_key}=VALUE, or leave it out."
-    if error.full_key and (match := _CONVERSION.match(message)):
-        return f"{error.full_key}={match[1]} is of the wrong type: it takes {_KINDS[match[2] or match[3] or match[4]]}."
-    return f"{error.full_key}: {message[:1].lower()}{message[1:]}." if error.full_key else message
+    place = error.full_key if error.full_key and str(error.full_key).startswith(key or "") else key
+    if place and message.endswith("is not Optional"):
+        return f"{place} needs a value; null is none. Set {place}=VALUE, or leave it out."
+    if place and (match := _CONVERSION.match(message)):
+        return f"{place}={match[1]} is of the wrong type: it takes {_KINDS[match[2] or match[3] or match[4]]}."
+    for pattern, kind in _CONTAINERS.items():
+        if place and re.match(pattern, message):
+            return f"{place} takes {kind.format(key=place)}."
+    return f"{place}: {message[:1].lower()}{message[1:]}. See its value in --cfg job." if place else message
 
 
+_CONTAINERS = {
+    r"Cannot convert '\w+' to string": "text, as in {key}=NAME",
+    r"Invalid value assigned: \w+ is not a ListConfig": "a list, as in {key}=[a,b]",
+    r"Invalid type assigned: \w+ is not a subclass": "keys, as in {key}.KEY=VALUE",
+    r"Cannot assign \w+ to Dict": "a mapping, as in {key}={{NAME:VALUE}}",
+}
 _CONVERSION = re.compile(
     r"Value (.+?) (?:of type '\w+' could not be converted to (Integer|Float)|is not a valid (bool) |"
     r"of type '\w+' is incompatible with type hint '(?:Optional\[)?(Union)\[int, str\])",

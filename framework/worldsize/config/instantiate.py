@@ -223,7 +223,17 @@ def _check_types(target: Any, node: Mapping[str, Any], given: Iterable[str], key
     hints = _plain_hints(target)
     for name in given:
         if name in hints and not _fits(node[name], hints[name]):
-            raise ConfigError(f"{key}.{name}={node[name]!r} is of the wrong type: it takes {_spelt(hints[name])}.")
+            fact = f"{key}.{name}={node[name]!r} is of the wrong type: it takes {_spelt(hints[name])}."
+            raise ConfigError(f"{fact}{_in_digits(f'{key}.{name}', node[name], hints[name])}")
+
+
+def _in_digits(key: str, value: Any, hint: Any) -> str:
+    """Return how to write a value such as 1e2 where a whole number is taken; empty if it is none.
+
+    The command line reads 1e2 as 100 for keys of the schema alone: others are known once the target is imported.
+    """
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**63
+    return f" Write {key}={int(value)}." if is_whole and _fits(int(value), hint) else ""
 
 
 def _plain_hints(target: Any) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
-from omegaconf import DictConfig, IntegerNode, ListConfig, OmegaConf, StringNode, UnionNode
+from omegaconf import AnyNode, DictConfig, IntegerNode, ListConfig, OmegaConf, StringNode, UnionNode
 from omegaconf.errors import OmegaConfBaseException
 
 from worldsize.config.overrides import key_of
@@ -85,8 +85,8 @@ class _Types:
             node = _node(self._chosen(), key)
         if isinstance(node, ListConfig):
             return next((kind for kind in (str, int) if node._metadata.element_type is kind), None)
-        if isinstance(node, StringNode):
-            return str
+        if isinstance(node, StringNode | AnyNode | DictConfig):
+            return str  # of a section or a group: the name of an option
         is_number = isinstance(node, IntegerNode) or (isinstance(node, UnionNode) and int in _options(node))
         return int if is_number else None
 

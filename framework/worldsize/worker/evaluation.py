@@ -15,7 +15,7 @@ from worldsize.checkpoints.format import read
 from worldsize.checkpoints.load import load
 from worldsize.config.sections import TrainingConfig
 from worldsize.config.settings import Settings
-from worldsize.core import EvaluationBatch, EvaluationBatches, Replica, World, metric_key
+from worldsize.core import EvaluationBatch, EvaluationBatches, Replica, World, metric_key, split_of
 from worldsize.data.evaluation import evaluation_batches
 from worldsize.data.fetch import collate_of, is_iterable
 from worldsize.engine.averaging import evaluate_all
@@ -78,11 +78,15 @@ def try_evaluation(replica: Replica, data: EvaluationData, settings: Settings, p
         for split in tried:
             own = replica.evaluate(EvaluationBatches(partial(data.first_batch, split, part), split))
             metrics |= {metric_key(split, name): value for name, value in own.items()}
+    best, swept = settings.checkpoint.keep.best, settings.config["sweep"]["metric"]
     followed = {"schedule_metric": settings.training.schedule_metric}
+    for key, chosen in (("checkpoint.keep.best", best), ("sweep.metric", swept)):
+        followed[key] = None if chosen is None else metric_key(*split_of(chosen))
     if rule := settings.early_stopping:
         followed["early_stopping.metric"] = rule.metric
     for key, name in followed.items():
-        if name is not None and len(tried) == len(splits) and not name.startswith("ema/"):
+        is_average = settings.average is not None and str(name).startswith("ema/")  # the replica has none yet
+        if name is not None and len(tried) == len(splits) and not is_average:
             value_of(metrics, name, key=key)
 
 

@@ -28,6 +28,7 @@ from worldsize.files import read_regular
 from worldsize.messages import show_messages
 from worldsize.observe.health.process import HealthProcess
 from worldsize.observe.transport import audit, listen_to_nccl, nccl_log, transport_warning, write
+from worldsize.records.redaction import Scrubber, process_scrubber
 from worldsize.records.run_directory import RunDirectory, make_folder_of, writing
 from worldsize.records.run_record import opened
 from worldsize.reproducibility.seeds import seed_generators, stream
@@ -109,6 +110,7 @@ def play(run: RunDirectory, placement: Placement, channel: MembershipChannel | N
     An error is also written next to the process's log. ``channel`` tells a process of a gang that heals of its members.
     """
     settings, listeners = None, list[Listener]()
+    clean = process_scrubber({})  # before the settings take the secrets out of the environment
     try:
         settings = read_settings(run)
         check_size(placement, settings.roles)
@@ -122,9 +124,9 @@ def play(run: RunDirectory, placement: Placement, channel: MembershipChannel | N
             listeners = listeners_of(settings, run, placement.rank, preemption)
             return _play(settings, run, placement, listeners, preemption, channel)
     except BaseException as error:
-        _write_error(run, _error_file(run, placement, settings), error)
+        _write_error(run, _error_file(run, placement, settings), error, clean)
         for listener in listeners:  # after the error is written, since a logger may be slow
-            listener(RunFailed(f"{type(error).__name__}: {error}"))
+            listener(RunFailed(clean.text(f"{type(error).__name__}: {error}")))
         raise
 
 
@@ -143,7 +145,8 @@ def _error_file(run: RunDirectory, placement: Placement, settings: Settings | No
     return run.error("process", placement.rank)  # the role of this process is unknown
 
 
-def _write_error(run: RunDirectory, path: Path, error: BaseException) -> None:
+def _write_error(run: RunDirectory, path: Path, error: BaseException, clean: Scrubber) -> None:
+    """Write an error, which may quote a secret value, without such values."""
     text = f"{error}\n" if isinstance(error, WorldsizeError) else traceback.format_exc()
     cause: dict[str, Any] = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
     cause |= {"host": socket.gethostname(), "is_own": isinstance(error, DataWaitError)}
@@ -151,7 +154,7 @@ def _write_error(run: RunDirectory, path: Path, error: BaseException) -> None:
         cause["lost_peer"] = _summary(error)
     with suppress(OSError):  # the disk is full, or the run folder was deleted; the launching process reports that
         make_folder_of(path, run)
-        path.write_text(json.dumps(cause))
+        path.write_text(json.dumps(clean.tree(cause)))
 
 
 def _summary(error: BaseException) -> str:

@@ -56,7 +56,7 @@ def served(listener: socket.socket, keys: Credentials | None = None, **rule: Any
     (owned,) = plan_shards(dict(learned.model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
     log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
     receiver = PushReceiver(Shard(ShardParameters(learned, owned, make=made), Rule(1, **rule)), None)
-    server = ShardServer(ShardMaster(receiver, Sessions(), log, timeout=5.0), listener, keys)
+    server = ShardServer(ShardMaster(receiver, Sessions(), log, timeout=60.0), listener, keys)
     server.start()
     OPEN.append(listener)
     return server

@@ -97,9 +97,9 @@ def test_a_worker_whose_lease_expires_is_retired_and_its_unit_is_dealt_again() -
 
 
 def test_a_later_leader_admits_workers_in_later_epochs() -> None:
-    leader = TaskScheduler(StalenessScheduler(0, logical_ranks=1, lease=5.0), timeout=5.0)
+    leader = TaskScheduler(StalenessScheduler(0, logical_ranks=1, lease=5.0), timeout=60.0)
     before = leader.admit("worker-0")
-    successor = TaskScheduler(StalenessScheduler(0, logical_ranks=1, lease=5.0), timeout=5.0)
+    successor = TaskScheduler(StalenessScheduler(0, logical_ranks=1, lease=5.0), timeout=60.0)
     assert successor.admit("worker-0") > before
 
 

@@ -17,7 +17,7 @@ from worldsize.transport.frames import CommonOperation
 
 
 def test_the_leading_server_does_not_end_before_its_workers_are_told() -> None:
-    scheduler = TaskScheduler(StalenessScheduler(0, logical_ranks=4, lease=60.0, first=8), timeout=5.0)
+    scheduler = TaskScheduler(StalenessScheduler(0, logical_ranks=4, lease=60.0, first=8), timeout=60.0)
     members_before_sending: list[list[str]] = []
 
     def next_task(name: str, epoch: int, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def served() -> ShardMaster:
     state = TrainState(model, optimizer, Schedule(StepLR(optimizer, step_size=2, gamma=0.5)))
     log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
     shard = Shard(ShardParameters(state, buckets, make=made), Rule(2, requires_commit=True))
-    return ShardMaster(PushReceiver(shard, None), Sessions(), log, timeout=5.0)
+    return ShardMaster(PushReceiver(shard, None), Sessions(), log, timeout=60.0)
 
 
 def gradient(number: int) -> Tensor:
@@ -110,7 +110,7 @@ class Leader:
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.staleness = StalenessScheduler(0, logical_ranks=4, lease=60.0, first=8)
-        self.scheduler = TaskScheduler(self.staleness, timeout=5.0)
+        self.scheduler = TaskScheduler(self.staleness, timeout=60.0)
         self.rounds = UpdateRounds("Two", self.scheduler)
         self._pool = pool
         self.epochs = {name: self.scheduler.admit(name) for name in "ab"}
