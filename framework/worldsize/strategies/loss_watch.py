@@ -123,13 +123,14 @@ class LossWatch:
         if self._may_communicate or (self._processes == 1 and not self._ordered):
             yield
             return
-        seen = [(c10d, "_rank_not_in_group"), *((funcol, name) for name in _RESOLVES if hasattr(funcol, name))]
-        replaced = [(module, name, getattr(module, name)) for module, name in seen]
-        for module, name, function in replaced:
-            setattr(module, name, partial(self._checked, function))
+        names = [(c10d, "_rank_not_in_group"), *((funcol, name) for name in _RESOLVES if hasattr(funcol, name))]
+        watched = [(module, name, partial(self._checked, getattr(module, name))) for module, name in names]
+        changes: list[tuple[Any, str, Any]] = [*watched]
         if self._processes == 1:
-            replaced.append((c10d, "GroupMember", c10d.GroupMember))
-            c10d.GroupMember = _Initialized  # type: ignore[misc]
+            changes.append((c10d, "GroupMember", _Initialized))
+        replaced = [(module, name, getattr(module, name)) for module, name, _ in changes]
+        for module, name, value in changes:
+            setattr(module, name, value)
         try:
             yield
         finally:
