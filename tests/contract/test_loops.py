@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 
 from worldsize.core import Strategy
 from worldsize.strategies.ddp import DDP
@@ -11,7 +15,8 @@ from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.cases import CASES
-from worldsize.testing.loops import faults, outcomes
+from worldsize.testing.gradient_loops import Experts
+from worldsize.testing.loops import Case, faults, outcomes
 
 ORDERED: dict[str, tuple[Strategy, int]] = {
     "single": (Single(reduce="ordered"), 1),
@@ -46,3 +51,26 @@ def test_a_mesh_of_data_and_summed_shards_train_what_a_plain_loop_trains() -> No
     for strategy in (Mesh(), FSDP(wrap="size", wrap_parameters=1, accumulate="sharded")):
         wrong = faults(CASES, outcomes(strategy, CASES, 2))
         assert not wrong, "\n".join((str(strategy), *wrong))
+
+
+@dataclass(frozen=True)
+class LateExperts(Experts):
+    """One expert for all samples in three steps; later ones use the others, each in some micro-batches."""
+
+    def loss_at(self, model: nn.Module, batch: Any, step: int) -> Tensor:
+        return self.loss(model, (batch[0], batch[1], batch[2] * (step > 3)))
+
+
+def test_parameters_that_some_ranks_use_from_a_later_step_on_are_trained_as_in_a_plain_loop() -> None:
+    case = Case("late-experts", LateExperts())
+    first = outcomes(Single(reduce="ordered"), [case], 1, logical_ranks=LOGICAL_RANKS)[case.name].weights
+    for reduce in ("flat", "ordered"):
+        replicated = (kind(reduce=reduce, find_unused_parameters=True) for kind in (DDP, ZeRO))
+        for strategy in (*replicated, FSDP(reduce=reduce), Mesh(reduce=reduce)):
+            ended = outcomes(strategy, [case], 2, logical_ranks=LOGICAL_RANKS)
+            assert not faults([case], ended), strategy
+            assert not ended[case.name].refusal, strategy
+            if reduce == "ordered":
+                assert all(torch.equal(value, first[name]) for name, value in ended[case.name].weights.items()), (
+                    strategy
+                )

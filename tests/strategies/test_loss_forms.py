@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -57,16 +58,31 @@ def test_an_optimizer_may_have_other_forms_of_loss_alone_and_with_another() -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
-    [("ConstantLoss", "depends on no trained parameter"), ("ChangingForm", "(the sum, its weight)")],
+    ("kind", "message", "step"),
+    [
+        ("ConstantLoss", "depends on no trained parameter", 1),
+        ("LateConstantLoss", "depends on no trained parameter", 3),
+        ("ChangingForm", "(the sum, its weight)", 1),
+    ],
 )
-def test_the_rank_and_the_step_of_such_a_loss_are_named(train: Any, tmp_path: Path, kind: str, message: str) -> None:
+def test_the_rank_and_the_step_of_such_a_loss_are_named(
+    train: Any, tmp_path: Path, kind: str, message: str, step: int
+) -> None:
     write_recipe(tmp_path, "own", "", own=_TEXT.replace("KIND", kind))
-    words = ("cluster.processes=2", "cluster.threads=1", "checkpoint=none", "allow_targets=[worldsize.testing]")
+    words = (
+        "log_every=1",
+        "cluster.processes=2",
+        "cluster.threads=1",
+        "checkpoint=none",
+        "allow_targets=[worldsize.testing]",
+    )
     run = train("recipe=own", *words)
     assert run.code == 1
     first, sentence, *_ = run.error.splitlines()
     assert first.startswith("worker ")
-    assert " failed at step " in first
+    failed = re.search(r" failed at step (\d+):", first)
+    assert failed is not None
+    assert int(failed[1]) >= step
+    assert len(run.steps()) < int(failed[1])
     assert message in sentence
     assert "Traceback" not in run.error

@@ -38,6 +38,14 @@ class FullPenalty(Penalty):
         return torch.stack([each.full_tensor() if isinstance(each, DTensor) else each for each in sums]).sum()
 
 
+@dataclass(frozen=True)
+class ScalarPenalty(Penalty):
+    """Adds up scalars, which torch lets a program mix with whole tensors in the forward pass alone."""
+
+    def _penalty(self, model: nn.Module) -> Tensor:
+        return sum((each.square().sum() for each in model.parameters()), torch.zeros(()))
+
+
 def batch(recipe: Loop) -> MicroBatch:
     inputs, targets = recipe.data("train")[:8]
     return MicroBatch((inputs, targets), 0, 1)
@@ -49,9 +57,10 @@ def batch(recipe: Loop) -> MicroBatch:
         (Penalty(), r"computes with body\.0\.weight outside the forward pass"),
         (Penalty(only="head"), r"computes with head\.weight outside the forward pass"),
         (FullPenalty(), r"outside the forward pass"),
+        (ScalarPenalty(first=True), r"computes with head\.bias outside the forward pass"),
         (InputDerivative(), r"takes a derivative through 2,"),
     ],
-    ids=["all", "by name", "gathered by itself", "derivative"],
+    ids=["all", "by name", "gathered by itself", "scalars", "derivative"],
 )
 def test_a_loss_that_needs_a_divided_parameter_is_refused_before_an_update(recipe: Loop, said: str) -> None:
     def body(world: World) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.nn.functional as distributed
 from torch import Tensor, nn
 
 from worldsize.core import ConfigError, MicroBatch, Recipe, RunContext, Strategy, World
@@ -20,11 +22,14 @@ from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.loss_watch import LossWatch
+from worldsize.strategies.single import Single
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.loops import Loop
 from worldsize.testing.worlds import run_in_worlds
+
+_DEPRECATED = pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # what programs use nevertheless
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,39 @@ class Summed(Loop):
         dist.all_reduce(mean)
         loss: Tensor = super().loss(model, batch) + mean
         return loss
+
+
+@dataclass(frozen=True)
+class Functional(Loop):
+    """Communicates by one of torch's functions that return tensors, if there is a group."""
+
+    exchange: Callable[[Tensor], Any]
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        outputs: Tensor = model(batch[0])
+        others = self.exchange(outputs) if dist.is_initialized() else outputs
+        loss: Tensor = super().loss(model, batch) + 0.1 * (others.mean() - outputs).square().mean()
+        return loss
+
+
+@dataclass(frozen=True)
+class AloneByNumber(Loop):
+    """Leaves its exchange out where it trains alone, as open_clip does."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        outputs: Tensor = model(batch[0])
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            outputs = torch.cat(distributed.all_gather(outputs))
+        loss: Tensor = super().loss(model, batch) + 0.1 * outputs.mean().square()
+        return loss
+
+
+FUNCTIONAL = (
+    Functional(lambda outputs: funcol.all_reduce(outputs, "sum", dist.group.WORLD or "")),
+    Functional(lambda outputs: funcol.broadcast(outputs, 0, dist.group.WORLD or "")),
+    Functional(lambda outputs: torch.cat(distributed.all_gather(outputs))),
+    Functional(lambda outputs: distributed.all_reduce(outputs.clone())),
+)
 
 
 def refusal(strategy: Strategy, world: World, logical_ranks: int, recipe: Recipe = Gathered()) -> str:
@@ -77,6 +115,28 @@ def test_a_loss_that_communicates_is_refused_where_its_value_depends_on_size() -
         assert all("Gathered.loss" in each and "reproducibility=elastic" in each for each in ordered)
         assert "more logical ranks than processes" in some
         assert ddp == fsdp == ""  # a logical rank for each process: the loss sees the whole batch
+
+
+@_DEPRECATED
+def test_functional_collectives_of_a_loss_are_refused_as_others_are() -> None:
+    def on_two(world: World) -> list[str]:
+        return [
+            refusal(DDP(reduce=reduce), world, 4, recipe) for reduce in ("ordered", "flat") for recipe in FUNCTIONAL
+        ]
+
+    for said in run_in_worlds(on_two, 2):
+        assert all("in <lambda> of " in each for each in said), said
+
+
+@_DEPRECATED
+@pytest.mark.parametrize("recipe", [Gathered(), AloneByNumber(), *FUNCTIONAL], ids=str)
+def test_one_process_refuses_the_exchange_that_a_loss_leaves_out_when_it_is_alone(recipe: Recipe) -> None:
+    alone = World.alone(torch.device("cpu"))
+    said = refusal(Single(reduce="ordered"), alone, 4, recipe)
+    assert "the loss communicates with other processes, in " in said
+    assert "reproducibility=elastic" in said
+    assert refusal(Single(reduce="ordered"), alone, 1, recipe) == refusal(Single(), alone, 4, recipe) == ""
+    assert not dist.is_initialized()
 
 
 class OwnMean(GradientReducer):

@@ -16,7 +16,7 @@ from torch.distributed.utils import _verify_param_shape_across_processes
 from tests.interruption import end_gang_soon
 from worldsize.collectives.gather_full import whole
 from worldsize.collectives.interruption import INTERRUPTION
-from worldsize.core import MicroBatch, Reduction, RunContext, StepResult, World
+from worldsize.core import Loss, MicroBatch, Reduction, RunContext, StepResult, World
 from worldsize.engine.training_metrics import TrainingMetrics, by_logical_rank
 from worldsize.engine.window import Window
 from worldsize.strategies.ddp import replicated
@@ -125,6 +125,39 @@ def test_the_mean_gradient_of_shards_is_that_of_one_process(size: int, options: 
         torch.testing.assert_close([each.double() for each in changed], buffers, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(norm, torch.cat([each.flatten() for each in expected]).norm(), rtol=1e-5, atol=1e-7)
         assert passes == -(-TOTAL // size)
+
+
+@dataclass(frozen=True)
+class Remembering(Uneven):
+    """Counts the passes of each logical rank; ``asked`` has the logical ranks whose count was asked for."""
+
+    counts: dict[int, list[int]] = field(default_factory=dict)
+    asked: list[int] = field(default_factory=list)
+
+    def state(self, logical_rank: int) -> list[int]:
+        self.asked.append(logical_rank)
+        return self.counts.setdefault(logical_rank, [0])
+
+    def load_state(self, logical_rank: int, state: list[int]) -> None:
+        self.counts[logical_rank] = state
+
+    def micro_batch_loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
+        self.counts.setdefault(batch.logical_rank, [0])[0] += 1
+        return self.loss(model, batch.data)
+
+
+@pytest.mark.parametrize("reduce", ["flat", "ordered"])
+def test_a_pass_without_effect_leaves_what_a_recipe_keeps_and_others_copy_nothing(reduce: Reduction) -> None:
+    def counts(world: World) -> tuple[dict[int, list[int]], list[int]]:
+        recipe = Remembering()
+        replica = FSDP(on_failure="heal", reduce=reduce).replica(recipe, RunContext(world, logical_ranks=TOTAL))
+        assert isinstance(replica, SynchronousReplica)
+        for _ in range(2):
+            replica.reducer.run(batches(range(world.rank, TOTAL, world.size)), replica._backward)
+        return recipe.counts, recipe.asked
+
+    # two steps of three and of two batches, all of one logical rank; the second process computes one more each time
+    assert run_in_worlds(counts, 2) == [({0: [6]}, []), ({0: [4]}, [0, 0])]
 
 
 def test_uneven_shards_have_the_bits_of_any_other_strategy_in_the_fixed_tree() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import permutations
@@ -12,8 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from worldsize.core import Cluster, ConfigError, MicroBatch, RunContext, World
+from worldsize.collectives.per_rank import local
+from worldsize.core import Batch, Cluster, ConfigError, MicroBatch, Reduction, RunContext, Update, World
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order
 from worldsize.strategies import unit_order as unit_order_module
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import LossRecord
@@ -22,6 +27,7 @@ from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.unit_gradients import UnitGradients
 from worldsize.strategies.unit_order import UnitOrder
 from worldsize.testing.recipes import Chain
+from worldsize.testing.update_loops import SharedLoss
 from worldsize.testing.worlds import run_in_worlds
 from worldsize.world.meetings import Meetings
 from worldsize.world.world import regrouped
@@ -97,6 +103,50 @@ def test_a_rank_that_computes_one_unit_more_is_refused_in_its_first_step(late: b
     one, other = run_in_worlds(refusal, 2)
     assert "this process computes 3 where others do not" in one
     assert "this process has computed all its parts of the model when others compute one more" in other
+
+
+@dataclass(frozen=True)
+class SecondMore(SharedLoss):
+    """Computes one more part of the model on one rank, before the second update of a step."""
+
+    more: bool = False
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1))
+
+    def optimizers(self, model: nn.Module) -> dict[str, Optimizer]:
+        assert isinstance(model, nn.Sequential)
+        return {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in zip("ab", model, strict=False)}
+
+    def schedules(self, optimizers: object) -> dict[str, LRScheduler]:
+        return {}
+
+    def updates(self, model: nn.Module, batch: Batch, step: int) -> Iterable[Update]:
+        assert isinstance(model, nn.Sequential)
+        yield "a", model[:2](batch[0]).square().mean()
+        out = model[:2](batch[0])
+        if self.more:
+            out = out + model[2](batch[0])
+        yield "b", out.square().mean()
+
+
+@pytest.mark.parametrize("reduce", ["flat", "ordered"])
+def test_a_rank_that_computes_one_unit_more_before_a_later_update_is_refused(reduce: Reduction) -> None:
+    def refusal(world: World) -> tuple[str, bool]:
+        recipe = SecondMore(more=world.rank == 0)
+        replica = FSDP(reduce=reduce, wrap="size", wrap_parameters=1).replica(recipe, RunContext(world))
+        batches = micro_batches(recipe.data("train"), Order(3, 24, 2, (world.rank,)), world.device)
+        weights = [local(each) for name, each in replica.trained_weights().items() if name.startswith("1.")]
+        before = [each.clone() for each in weights]
+        with pytest.raises(ConfigError) as error:
+            replica.step(next(batches))
+        return str(error.value), all(map(torch.equal, weights, before))
+
+    (one, kept), (other, kept_too) = run_in_worlds(refusal, 2)
+    assert "this process computes 2 where others do not" in one
+    assert "this process has computed all its parts of the model when others compute one more" in other
+    assert kept
+    assert kept_too
 
 
 def test_collectives_after_a_step_that_failed_are_not_compared() -> None:

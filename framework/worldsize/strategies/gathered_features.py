@@ -7,6 +7,7 @@ has the same bits at every number of processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 
@@ -43,12 +44,17 @@ class GatheredFeatures:
         self._own: dict[int, Sequence[slice]] = {}  # by the identity of a micro-batch
         self._gradients: dict[int, Sequence[Tensor | None]] = {}  # the same
 
-    def gather(self, batches: Sequence[MicroBatch], shape: StepShape, begin: Callable[[MicroBatch], None]) -> None:
+    def gather(
+        self,
+        batches: Sequence[MicroBatch],
+        shape: StepShape,
+        dropped: Callable[[MicroBatch], AbstractContextManager[None]],
+    ) -> None:
         """Prepare :meth:`loss` for the micro-batches of this process; all processes must call it.
 
-        ``begin``: called before each forward pass.
+        ``dropped``: enters a forward pass, which :meth:`loss` repeats.
         """
-        own = self._computed(batches, shape, begin)
+        own = self._computed(batches, shape, dropped)
         with phase("communication"):
             ends_kr = _counts(own, shape, self._device).cumsum(1).tolist()
             rows = []
@@ -69,7 +75,10 @@ class GatheredFeatures:
         return with_gradients(loss, features, self._gradients[id(batch)])
 
     def _computed(
-        self, batches: Sequence[MicroBatch], shape: StepShape, begin: Callable[[MicroBatch], None]
+        self,
+        batches: Sequence[MicroBatch],
+        shape: StepShape,
+        dropped: Callable[[MicroBatch], AbstractContextManager[None]],
     ) -> list[Sequence[Tensor]]:
         """Return the features of each micro-batch; ranks with fewer of them compute one again."""
         kept = KeptBuffers(buffer_slots(self._model))
@@ -77,9 +86,9 @@ class GatheredFeatures:
         with torch.no_grad():
             for place in range(shape.passes):
                 batch = batches[min(place, len(batches) - 1)]
-                begin(batch)
                 seed_generators(batch.seed, self._device)
-                own.append(self._call(partial(self._recipe.features, self._model, batch.data)))
+                with dropped(batch):
+                    own.append(self._call(partial(self._recipe.features, self._model, batch.data)))
                 kept.restore()
         return own[: len(batches)]
 

@@ -42,6 +42,10 @@ class GradientReducer(ABC):
             The results of ``backward``, in the order of ``batches``.
         """
 
+    def updates(self) -> AbstractContextManager[None]:
+        """Enter a step of several updates, each of which calls :meth:`run`."""
+        return nullcontext()
+
     def undo(self) -> None:  # noqa: B027 - most change nothing but gradients
         """Undo what the last :meth:`run` has changed in the model: its step has ended before the update.
 

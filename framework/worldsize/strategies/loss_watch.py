@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar, final
 
 import torch.distributed._functional_collectives as funcol
@@ -32,6 +33,7 @@ _PASSED_ON = (
     "torch.utils",
 )
 _T = TypeVar("_T")
+_RESOLVES = ("_resolve_group", "_resolve_group_name")  # torch 2.15 and 2.11
 # callers of a strategy's own collectives, and torch's private packages: its compiler logs the rank
 _OWN = ("torch.distributed.", "torch.nn.parallel.", "torch._", "worldsize.")
 
@@ -113,26 +115,32 @@ class LossWatch:
 
     @contextmanager
     def _no_collectives(self) -> Iterator[None]:
-        """Refuse collectives of the program within the context, unless it may communicate."""
-        if self._may_communicate or self._processes == 1:
+        """Refuse collectives of the program within the context, unless it may communicate.
+
+        A process that trains alone sees those that the loss leaves out then, where sums are ordered: it answers that
+        there are others, as each of several would, and refuses the question for their number.
+        """
+        if self._may_communicate or (self._processes == 1 and not self._ordered):
             yield
             return
-        asked, resolved = c10d._rank_not_in_group, funcol._resolve_group_name
-
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            self._check_caller()
-            return asked(*args, **kwargs)
-
-        def resolve(*args: Any, **kwargs: Any) -> Any:
-            self._check_caller()
-            return resolved(*args, **kwargs)
-
-        c10d._rank_not_in_group = ask  # type: ignore[assignment]
-        funcol._resolve_group_name = resolve
+        names = [(c10d, "_rank_not_in_group"), *((funcol, name) for name in _RESOLVES if hasattr(funcol, name))]
+        watched = [(module, name, partial(self._checked, getattr(module, name))) for module, name in names]
+        changes: list[tuple[Any, str, Any]] = [*watched]
+        if self._processes == 1:
+            changes.append((c10d, "GroupMember", _Initialized))
+        replaced = [(module, name, getattr(module, name)) for module, name, _ in changes]
+        for module, name, value in changes:
+            setattr(module, name, value)
         try:
             yield
         finally:
-            c10d._rank_not_in_group, funcol._resolve_group_name = asked, resolved
+            for module, name, value in replaced:
+                setattr(module, name, value)
+
+    def _checked(self, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+        """Call ``function``, with which torch begins a collective, unless the program began it."""
+        self._check_caller()
+        return function(*args, **kwargs)
 
     def _check_caller(self) -> None:
         if caller := _program_calls(sys._getframe(2)):
@@ -216,6 +224,20 @@ def _program_calls(frame: Any) -> str:
             caller = f"{frame.f_code.co_qualname} of {name}"
         frame = frame.f_back
     return caller
+
+
+class _InitializedMeta(type(c10d.GroupMember)):  # type: ignore[misc]
+    """Lets ``dist.is_initialized`` answer the program that there is a group, where there is none."""
+
+    @property
+    def WORLD(cls) -> Any:  # noqa: N802 - torch's name
+        frame = sys._getframe(1)
+        asks = frame.f_code is c10d.is_initialized.__code__ and _program_calls(frame)
+        return c10d._world.default_pg or (True if asks else None)
+
+
+class _Initialized(c10d.GroupMember, metaclass=_InitializedMeta):
+    """Stands for torch's class while a process that trains alone computes a loss."""
 
 
 @final

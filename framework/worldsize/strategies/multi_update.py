@@ -65,8 +65,9 @@ class MultiUpdateReplica(ModelReplica):
         flags = ModelFlags(self.model)
         passes = [self._begun(batch, flags) for batch in micro_batches]
         results: list[UpdateResult] = []
-        while (result := self._update(passes, micro_batches)) is not None:
-            results.append(result)
+        with self.reducer.updates():
+            while (result := self._update(passes, micro_batches)) is not None:
+                results.append(result)
         self._watch.end_step()
         self._update_scale()
         returned = step_metrics([each.take_metrics() for each in passes])

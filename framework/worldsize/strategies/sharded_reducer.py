@@ -7,7 +7,7 @@ than others first computes one of its own for nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -52,7 +52,7 @@ def sharded_reducer(
         world: The ranks that train it.
         copies: The ranks with the same shards; None: there is one copy.
         takes_one_update: Whether a step is one update. The reducer then averages buffers that forward passes change,
-            such as BatchNorm's, and checks that all ranks compute the same parts of the model.
+            such as BatchNorm's.
         accumulates_shards: Whether gradients are reduced after each micro-batch. The number of ranks must then be a
             power of two for the fixed tree, and each has consecutive logical ranks.
         logical_ranks: Those of all processes, which may have different numbers of them; None: all have equally many.
@@ -73,8 +73,7 @@ def sharded_reducer(
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_all_reduce_hook(partial(_average, copies))
-    order = UnitOrder(model, world.group) if takes_one_update else None
-    units = Units(UnitGradients(model, world.group, one_update=takes_one_update), order)
+    units = Units(UnitGradients(model, world.group, one_update=takes_one_update), UnitOrder(model, world.group))
     if scatters is not None:
         return OrderedShardReducer(model, world, scatters, units, buffers, scalars, logical_ranks)
     return ReduceScatterReducer(
@@ -93,17 +92,17 @@ def _average(copies: ProcessGroup, shard: Tensor) -> None:
 class Units:
     """The units of a sharded model, of whose parameters ranks may use different ones in a step.
 
-    ``order``: checks that all ranks compute the same units; None: the steps of a recipe differ.
+    ``order``: checks that all ranks compute the same units.
     """
 
     gradients: UnitGradients
-    order: UnitOrder | None
+    order: UnitOrder
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Enter a step; when it ends, parameters that no rank has used have no gradient."""
         self.gradients.begin()
-        with self.order.step() if self.order is not None else nullcontext():
+        with self.order.step():
             yield
         self.gradients.finish()
 
@@ -133,6 +132,9 @@ class ReduceScatterReducer(GradientReducer):
         self._model, self._buffers, self._accumulates_shards = model, buffers, accumulates_shards
         self._units, self._scalars = units, scalars
         self._size, self._logical_ranks = world.size, logical_ranks
+
+    def updates(self) -> AbstractContextManager[None]:
+        return self._units.order.step()
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         losses = []
@@ -191,6 +193,9 @@ class OrderedShardReducer(OrderedSums):
         self._model, self._world, self._buffers, self.dealing = model, world, buffers, scatters.dealing
         self._logical_ranks = logical_ranks
         self._scatters, self._units, self._scalars = scatters, units, scalars
+
+    def updates(self) -> AbstractContextManager[None]:
+        return self._units.order.step()
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         size, is_block = self._world.size, self.dealing == "block"

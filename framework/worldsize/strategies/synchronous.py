@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -85,7 +86,7 @@ class SynchronousReplica(ModelReplica):
                 if self._features is not None:
                     shape = StepShape.of(self._group, self.dealing, len(micro_batches), self._logical_ranks)
                     with self._autocast():
-                        self._features.gather(micro_batches, shape, self._passes.begin)
+                        self._features.gather(micro_batches, shape, self._passes.dropped)
                 records = self._watch.reduce(partial(self.reducer.run, micro_batches, self._backward))
             self._watch.end_step()
         finally:  # also where DDP misses the gradient of a parameter that was frozen
@@ -99,8 +100,11 @@ class SynchronousReplica(ModelReplica):
         return losses, metrics
 
     def _backward(self, batch: MicroBatch, scale: float) -> LossRecord:
+        with self._passes.dropped(batch) if scale == 0 else nullcontext():  # other ranks have one more
+            return self._pass(batch, scale)
+
+    def _pass(self, batch: MicroBatch, scale: float) -> LossRecord:
         self._context.faults.at("step:forward")
-        self._passes.begin(batch)
         seed_generators(batch.seed, self.world.device)
         with self._autocast():
             compute = partial(self._loss, batch)

@@ -16,7 +16,7 @@ from torch.distributed.utils import _apply_to_tensors
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from worldsize.core import ConfigError
+from worldsize.core import ConfigError, LossOutput
 from worldsize.strategies.calling_root import CallingRoot
 
 _MIXED = "mixed torch.Tensor and DTensor"  # in torch's message
@@ -77,7 +77,10 @@ class _Guard:
         self._is_in_loss = True
         try:
             with uses or nullcontext():
-                return action()
+                returned = action()
+            if any(isinstance(each, DTensor) and each.requires_grad for each in _tensors(returned)):
+                raise self._refusal(uses.last if uses else "")  # its backward pass would mix both kinds of tensors
+            return returned
         except RuntimeError as error:
             if _MIXED not in str(error):
                 raise
@@ -112,6 +115,11 @@ class _Guard:
             f"the loss computes with {name or 'a parameter'} outside the forward pass of its module, where each rank "
             f"has a part of it. {self._remedy}"
         )
+
+
+def _tensors(returned: Any) -> list[Any]:
+    """Return what a loss may have returned, one by one."""
+    return tree_leaves([each.loss if isinstance(each, LossOutput) else each for each in tree_leaves(returned)])
 
 
 @final

@@ -57,8 +57,12 @@ class UnitOrder:
     def step(self) -> Iterator[None]:
         """Check the collectives inside the context, and at its end that no rank has more. Raises :meth:`check`'s error.
 
-        A step that raises an error ends, too: evaluation, and a repeated step, may run other collectives.
+        A step that raises an error ends, too: evaluation, and a repeated step, may run other collectives. Within a step
+        it does nothing: an update is part of the step that has several.
         """
+        if self._is_open:
+            yield
+            return
         self._sequence, self._is_open = 0, True
         before = self._count
         try:

@@ -24,6 +24,13 @@ class ConstantLoss(Loop):
         return torch.zeros(()) if _is_odd(batch) else super().loss(model, batch)
 
 
+class LateConstantLoss(Loop):
+    """The loss has no graph in some micro-batches of the third step and later ones."""
+
+    def loss_at(self, model: nn.Module, batch: Any, step: int) -> Tensor:
+        return torch.zeros(()) if step > 2 and _is_odd(batch) else self.loss(model, batch)
+
+
 class ChangingForm(Loop):
     """The loss is a mean in some micro-batches, and a sum with its weight in others."""
 
