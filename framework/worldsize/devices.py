@@ -75,6 +75,20 @@ def default_backend(kind: str) -> str:
         ) from error
 
 
+def backend_names(backend: str) -> list[str]:
+    """Return the backends that ``backend`` combines: two for "cpu:gloo,cuda:nccl"."""
+    return [part.rpartition(":")[2] for part in backend.lower().split(",")]
+
+
+def backend_for(backend: str, kind: str) -> str:
+    """Return the backend for tensors on devices of this ``kind``, as "nccl" of "cpu:gloo,cuda:nccl" for "cuda".
+
+    One that names no devices is for all. Empty: this kind has none.
+    """
+    by_kind = dict(part.rpartition(":")[::2] for part in backend.lower().split(","))
+    return by_kind.get(kind, by_kind.get("", ""))
+
+
 def is_accelerator(device: torch.device) -> bool:
     """Return whether ``device`` computes beside the host, which has to wait for its results."""
     return device.type not in ("cpu", "meta")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from worldsize.core import Autoscaler, Cluster, LaunchMethod, Numerics, Role, Strategy
+from worldsize.devices import backend_names
 from worldsize.errors import ConfigError, neighbours
 from worldsize.world.roles import block_of, heals
 
@@ -204,8 +205,7 @@ def check_backend(named: str) -> None:
     from torch.distributed import Backend  # not before: who only composes would wait for it
 
     known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
-    for part in named.split(","):
-        name = part.rpartition(":")[2].lower()
+    for name in backend_names(named):
         if name not in known:
             raise ConfigError(f"cluster.backend={named!r}: no backend {name!r}{neighbours(name, known)}")
 

@@ -21,6 +21,7 @@ from worldsize.config.recorded import read_settings
 from worldsize.config.settings import Settings
 from worldsize.core import Failure, Listener, Outcome, Replica, RunContext, RunFailed, TransportFellBack, World
 from worldsize.data.data_wait import DataWaitError
+from worldsize.devices import backend_names
 from worldsize.engine.averaging import AveragedReplica
 from worldsize.engine.before_update import BeforeUpdate
 from worldsize.errors import ConfigError, WorldsizeError
@@ -252,7 +253,7 @@ def _examine(settings: Settings, run: RunDirectory, placement: Placement) -> int
 
 
 def _listen(settings: Settings, run: RunDirectory, placement: Placement) -> None:
-    if settings.cluster.backend == "nccl" and "NCCL_DEBUG" not in os.environ:
+    if "nccl" in backend_names(settings.cluster.backend) and "NCCL_DEBUG" not in os.environ:
         log = _nccl_log(run, placement)
         make_folder_of(log, run)
         os.environ.update(listen_to_nccl(log.parent, attempt=_attempt(placement)))
