@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,3 +76,13 @@ def test_spare_nodes_need_a_gang_that_heals_and_a_launcher_that_tells_nodes_of_e
         check_heals({"worker": Role(1)}, Cluster("ssh", 1, 1, "cpu", "gloo", spare_nodes=1), Ssh(hosts=["a", "b"]))
     with pytest.raises(ConfigError, match="spare_nodes=1: Local does not tell .* Choose cluster=ssh or slurm"):
         check_heals({"worker": Role(1, restart="heal")}, Cluster("laptop", 1, 1, "cpu", "gloo", spare_nodes=1), Local())
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_a_gang_that_heals_is_refused_with_nccl_until_a_gpu_has_shown_it(backend: str) -> None:
+    cluster = Cluster("node", nodes=1, processes=2, device="cuda", backend=backend)
+    roles = {"worker": Role(2, restart="heal")}
+    with pytest.raises(ConfigError, match=r"no GPU has shown.* Set strategy\.on_failure=restart"):
+        check_heals(roles, cluster, Local())
+    check_heals({"worker": Role(2)}, cluster, Local())
+    check_heals(roles, replace(cluster, backend="gloo"), Local())

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from worldsize.core import Autoscaler, Cluster, LaunchMethod, Numerics, Role, Strategy
-from worldsize.devices import backend_names
+from worldsize.devices import backend_for, backend_names
 from worldsize.errors import ConfigError, neighbours
 from worldsize.world.roles import block_of, heals
 
@@ -172,6 +172,12 @@ def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMet
         raise ConfigError(
             f"strategy.on_failure=heal: {type(launcher).__name__} on {cluster.nodes} nodes does not tell processes "
             "which others live. Set strategy.on_failure=restart, or choose cluster=ssh, slurm, laptop or node."
+        )
+    if backend_for(cluster.backend, cluster.device) == "nccl":
+        raise ConfigError(
+            "strategy.on_failure=heal with NCCL: a wait does not block the host, so that survivors might update from a "
+            "sum that a dead process left unfinished; no GPU has shown the opposite yet. Set "
+            "strategy.on_failure=restart and launcher.max_restarts."
         )
     if (least := cluster.min_processes or 1) > cluster.processes:
         raise ConfigError(f"cluster.min_processes={least} is more than the {cluster.processes} processes of the run.")
