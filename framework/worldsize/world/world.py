@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 from worldsize.core import Cluster, ConfigError, Role, World
+from worldsize.devices import device_count
 from worldsize.world.environments import Placement, host_name
 from worldsize.world.pinning import pin_process
 from worldsize.world.roles import heals, role_of, role_ranks
@@ -166,11 +167,12 @@ def device_of(placement: Placement, cluster: Cluster) -> torch.device:
     """Return the device of this process; an accelerator, chosen by local rank, becomes the current one."""
     if cluster.device == "cpu":
         return torch.device("cpu")
-    device = torch.device(cluster.device, placement.local_rank)
+    index = 0 if device_count(cluster.device) == 1 else placement.local_rank  # srun --gpus-per-task=1 shows one to each
+    device = torch.device(cluster.device, index)
     if cluster.device == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.accelerator.set_device_index(placement.local_rank)
+        torch.accelerator.set_device_index(index)
     return device
 
 
