@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.own_recipe import write_recipe
 
 REPOSITORY = Path(__file__).parents[2]

@@ -121,7 +121,7 @@ def check_device(numerics: Numerics, cluster: Cluster, *, exact: str | None) -> 
         f"reproducibility={exact} promises the same bits": (exact, "reproducibility=seeded"),
         "precision=fp8 needs the kernels of CUDA": (numerics.precision == "fp8", "precision=bf16"),
         f"compile_mode={numerics.compile_mode} records CUDA graphs": (
-            numerics.compile and numerics.compile_mode in ("reduce-overhead", "max-autotune"),
+            numerics.records_graphs,
             "compile_mode=default",
         ),
         "activation_offload=true copies through pinned memory beside CUDA's streams": (
@@ -133,6 +133,20 @@ def check_device(numerics: Numerics, cluster: Cluster, *, exact: str | None) -> 
     for fact, (is_wanted, remedy) in wanted.items():
         if is_wanted:
             raise ConfigError(f"{fact}, which is not there for cluster.device={kind}. Set {remedy}.")
+
+
+def check_graphs(numerics: Numerics, cluster: Cluster, micro_batches: int) -> None:
+    """Raise ConfigError if CUDA graphs are to be recorded in steps of several micro-batches.
+
+    The gradients of one are in the memory that the next one overwrites.
+    """
+    if not (numerics.records_graphs and cluster.device == "cuda") or micro_batches == 1:
+        return
+    raise ConfigError(
+        f"compile_mode={numerics.compile_mode} records CUDA graphs, which overwrite the gradients of one micro-batch "
+        f"with those of the next, and a process has {micro_batches} in a step. Set compile_mode=default, or "
+        f"logical_ranks to the number of processes that train."
+    )
 
 
 def check_activations(numerics: Numerics, strategy: Strategy, cluster: Cluster) -> None:

@@ -47,6 +47,7 @@ class Determinism:
         torch.backends.cudnn.deterministic = self.deterministic
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.set_float32_matmul_precision(self.matmul_precision)
+        torch.backends.cudnn.allow_tf32 = self.matmul_precision != "highest"  # of convolutions; torch allows it
         if self.deterministic and device == "cuda":
             # which fused kernel attention takes depends on shapes and versions; this one is always there
             torch.backends.cuda.enable_flash_sdp(False)

@@ -182,7 +182,8 @@ def _let_torch_record(*, debug: bool) -> None:
         os.environ.update(NCCL_DEBUG="INFO", TORCH_DISTRIBUTED_DEBUG="INFO")
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives that torch's flight recorder keeps
-    os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")  # its dump is a pickle; see worker/flight.py
+    for name in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):  # NCCL's watchdog reads the second
+        os.environ.setdefault(name, "0")  # its dump is a pickle; see worker/flight.py
 
 
 def _join(placement: Placement, cluster: Cluster, device: torch.device, gang: Sequence[int]) -> None:
