@@ -47,16 +47,8 @@ MANY_FIELDS = {
     "ParameterServer": "options of a strategy, each a key of the configuration",
 }
 FOREIGN = {  # attributes of objects that are not ours, which their libraries ask users to set
-    *(
-        "grad",
-        "param_groups",
-        "iter",
-        "p_memory_dict",
-        "deterministic",
-        "benchmark",
-        "allow_tf32",
-        "simulate_uniform_ranks",
-    ),  # torch
+    *("grad", "param_groups", "iter", "p_memory_dict", "deterministic", "benchmark"),  # torch
+    *("allow_tf32", "simulate_uniform_ranks"),  # torch
     *("fail_on_recompile_limit_hit", "forward"),  # torch's compiler
     *("_opt_called", "trainer"),  # torch's schedules look at the one, modules of Lightning have the other
     *("minimum_version", "check_hostname", "verify_mode", "handlers", "propagate", "stdout", "stderr", "epilog"),
