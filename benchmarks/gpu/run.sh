@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 for wheel in wheels/*.whl; do python3 -m zipfile -e "$wheel" site; done    # pure Python: to unpack is to install
 # what the machine has itself comes first: PYTHONPATH would hide it
-own=$(python3 -c 'import site, sys; print(":".join([*site.getsitepackages(), *sys.path[-1:]]))')
+own=$(python3 -c 'import site; print(":".join([site.getusersitepackages(), *site.getsitepackages()]))')
 export PYTHONPATH="$PWD/source/framework:$PWD/source${PYTHONPATH:+:$PYTHONPATH}:$own:$PWD/site"
 cd source
 failed=0
