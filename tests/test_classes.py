@@ -17,6 +17,7 @@ CONSTRUCTORS = ("__init__", "__post_init__", "__new__")
 
 LINES, METHODS, FIELDS, PARAMETERS = 350, 12, 12, 7
 MANY_METHODS = {
+    "FSDP": "the answers of a strategy, of which it has its own to nearly all questions",
     "ModelReplica": "what a replica answers, and the parts of a step that subclasses share",
     "_HybridReplica": "what a replica does, for dense parameters and for rows on servers",
     "Mesh": "the answers of a strategy, of which a mesh has its own to nearly all questions",
