@@ -66,7 +66,7 @@ def leave_bad_fork(program: Sequence[str]) -> None:
                 os.set_inheritable(int(entry.name), True)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(program[0], program)
+    os.execv(program[0], [*program])
 
 
 @contextmanager
