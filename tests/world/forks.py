@@ -27,7 +27,7 @@ LEADER = os.getpid()
 SMALL = ("recipe=digits", *RUN)
 PROJECT = Path(__file__).parents[2]
 RECIPES = ("digits", "stdlib_lm", "hf_causal_lm", "click_through", "word2vec")
-COMMANDS = (
+COMMANDS: tuple[tuple[str, ...], ...] = (
     ("train", *SMALL, "run.name=first"),
     ("resume", "runs/digits/first", "steps=2"),
     ("evaluate", "runs/digits/first"),
@@ -76,7 +76,7 @@ def main() -> None:
     for name in ("worker.process", *{words[0] for words in COMMANDS}):
         importlib.import_module(f"worldsize.{name}" if "." in name else f"worldsize.app.{name}")
     optimizers = sorted(path.stem for path in (PROJECT / "conf" / "optimizer").glob("*.yaml"))
-    chosen = [("recipe=digits", "schedule=constant", f"optimizer={name}") for name in optimizers]
+    chosen: list[tuple[str, ...]] = [("recipe=digits", "schedule=constant", f"optimizer={name}") for name in optimizers]
     chosen += [(f"recipe={name}",) for name in RECIPES]
     for words in chosen:
         in_child(partial(build, (*words, *RUN[:3])), words)

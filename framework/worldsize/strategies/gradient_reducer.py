@@ -60,7 +60,7 @@ class GradientReducer(ABC):
         gradients = [each.grad for each in parameters if each.grad is not None]
         if not (self.is_ordered and any(is_accelerator(gradient.device) for gradient in gradients)):
             return nn.utils.clip_grad_norm_(parameters, limit)
-        norm = torch.linalg.vector_norm(torch.stack([aligned_norm(gradient) for gradient in gradients]))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([aligned_norm(gradient) for gradient in gradients]))
         nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
 
