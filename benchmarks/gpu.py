@@ -129,12 +129,12 @@ def by_hand(recipe: RandomTokens, device: torch.device, numerics: Numerics) -> I
     """Yield the steps of a loop that a careful engineer writes."""
     model = recipe.model().to(device)
     called: Any = torch.compile(model) if numerics.compile else model
-    optimizer, (data,) = recipe.optimizer(model), recipe.data("train").tensors
-    pinned = data.pin_memory() if device.type == "cuda" else data
+    (data,), on_gpu = recipe.data("train").tensors, device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=on_gpu)
 
     def step() -> float:
-        rows = torch.randint(len(pinned), (recipe.sizes.batch,))
-        tokens = pinned[rows].to(device, non_blocking=True)
+        rows = data[torch.randint(len(data), (recipe.sizes.batch,))]  # a copy, which is not pinned even if data are
+        tokens = (rows.pin_memory() if on_gpu else rows).to(device, non_blocking=True)
         with torch.autocast(device.type, torch.bfloat16):
             loss = recipe.loss(called, [tokens])
         optimizer.zero_grad()

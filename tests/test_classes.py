@@ -17,6 +17,7 @@ CONSTRUCTORS = ("__init__", "__post_init__", "__new__")
 
 LINES, METHODS, FIELDS, PARAMETERS = 350, 12, 12, 7
 MANY_METHODS = {
+    "FSDP": "the answers of a strategy, of which it has its own to nearly all questions",
     "ModelReplica": "what a replica answers, and the parts of a step that subclasses share",
     "_HybridReplica": "what a replica does, for dense parameters and for rows on servers",
     "Mesh": "the answers of a strategy, of which a mesh has its own to nearly all questions",
@@ -47,7 +48,8 @@ MANY_FIELDS = {
     "ParameterServer": "options of a strategy, each a key of the configuration",
 }
 FOREIGN = {  # attributes of objects that are not ours, which their libraries ask users to set
-    *("grad", "param_groups", "iter", "p_memory_dict", "deterministic", "benchmark", "simulate_uniform_ranks"),  # torch
+    *("grad", "param_groups", "iter", "p_memory_dict", "deterministic", "benchmark"),  # torch
+    *("allow_tf32", "simulate_uniform_ranks"),  # torch
     *("fail_on_recompile_limit_hit", "forward"),  # torch's compiler
     "fill_uninitialized_memory",  # of torch's deterministic mode
     *("_opt_called", "trainer"),  # torch's schedules look at the one, modules of Lightning have the other

@@ -6,7 +6,7 @@ No such device is here: torch is told of some, as a package that extends it woul
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from worldsize.core import Cluster, Numerics, Strategy
 from worldsize.devices import default_backend, device_count, synchronize, synchronize_stream
 from worldsize.errors import ConfigError
 from worldsize.launch.local import Local
+from worldsize.reproducibility.determinism import Determinism
 from worldsize.reproducibility.seeds import generators_kept, seed_generators
 from worldsize.strategies.parameter_server.hybrid import HybridParameterServer
 from worldsize.strategies.parameter_server.strategy import ParameterServer
@@ -145,3 +146,14 @@ def test_what_is_only_there_for_cuda_is_refused(
         check_device(numerics, cluster("xpu", **changes), exact=exact)
     check_device(numerics, cluster("cuda", **changes), exact=exact)
     check_device(Numerics(precision="bf16", compile=True), cluster("xpu"), exact=None)
+
+
+@pytest.mark.parametrize(("precision", "allowed"), [("highest", False), ("high", True)])
+def test_convolutions_round_as_the_other_products_do(precision: Literal["highest", "high"], allowed: bool) -> None:
+    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    try:
+        Determinism("fast", matmul_precision=precision).apply("cpu")
+        assert torch.backends.cudnn.allow_tf32 == allowed
+    finally:
+        torch.backends.cudnn.allow_tf32, _, torch.backends.cudnn.benchmark = before
+        torch.set_float32_matmul_precision(before[1])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from worldsize.config.shape import check_gpus, check_heals, nodes_of, with_processes
-from worldsize.core import Cluster, Role
+from worldsize.config.shape import check_gpus, check_graphs, check_heals, nodes_of, with_processes
+from worldsize.core import Cluster, Numerics, Role
+from worldsize.core.numerics import CompileMode
 from worldsize.errors import ConfigError
 from worldsize.launch.local import Local
 from worldsize.launch.ssh import Ssh
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.mesh.strategy import Mesh
 
 BASE: dict[str, Any] = {"nodes": 1, "device": "cpu", "processes": None, "processes_per_node": None}
 
@@ -75,3 +79,28 @@ def test_spare_nodes_need_a_gang_that_heals_and_a_launcher_that_tells_nodes_of_e
         check_heals({"worker": Role(1)}, Cluster("ssh", 1, 1, "cpu", "gloo", spare_nodes=1), Ssh(hosts=["a", "b"]))
     with pytest.raises(ConfigError, match="spare_nodes=1: Local does not tell .* Choose cluster=ssh or slurm"):
         check_heals({"worker": Role(1, restart="heal")}, Cluster("laptop", 1, 1, "cpu", "gloo", spare_nodes=1), Local())
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_a_gang_that_heals_is_refused_with_nccl_until_a_gpu_has_shown_it(backend: str) -> None:
+    cluster = Cluster("node", nodes=1, processes=2, device="cuda", backend=backend)
+    roles = {"worker": Role(2, restart="heal")}
+    with pytest.raises(ConfigError, match=r"no GPU has shown.* Set strategy\.on_failure=restart"):
+        check_heals(roles, cluster, Local())
+    check_heals({"worker": Role(2)}, cluster, Local())
+    check_heals(roles, replace(cluster, backend="gloo"), Local())
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_are_refused_where_they_would_overwrite_gradients_or_follow_shards(mode: CompileMode) -> None:
+    graphs = Numerics(compile=True, compile_mode=mode)
+    gpu = Cluster("node", nodes=1, processes=1, device="cuda", backend="nccl")
+    with pytest.raises(ConfigError, match=r"a process has 4 in a step\. Set compile_mode=default"):
+        check_graphs(graphs, gpu, 4)
+    check_graphs(graphs, gpu, 1)
+    check_graphs(graphs, replace(gpu, device="cpu"), 4)
+    check_graphs(replace(graphs, compile=False), gpu, 4)
+    for strategy in (FSDP(), Mesh()):
+        with pytest.raises(ConfigError, match=r"gathers parameters anew in each pass\. Set compile_mode=default"):
+            strategy.check_numerics(graphs)
+        strategy.check_numerics(replace(graphs, compile_mode="default"))

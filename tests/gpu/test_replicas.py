@@ -114,6 +114,7 @@ def test_a_compiled_replica_has_the_losses_of_one_that_is_not(device: str) -> No
 
 @pytest.mark.parametrize("device", [CUDA])
 def test_eight_bits_round_as_on_the_cpu(device: str) -> None:
+    pytest.importorskip("torchao")
     emulated, _ = trained("cpu", precision="fp8")
     losses, _ = trained(device, precision="fp8")
     assert losses == pytest.approx(emulated, rel=0.05)

@@ -42,7 +42,7 @@ gpu2:900:931 [1] NCCL INFO NET/IB : No device found.
 gpu2:900:931 [1] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.2<0> [1]eth1:10.0.1.2<0>
 gpu2:900:931 [1] NCCL INFO Using network Socket
 gpu2:900:931 [1] NCCL INFO ncclCommInitRankConfig comm 0x1 rank 3 nranks 4 cudaDev 1 commId 0x49b - Init START
-[2026-05-05 06:16:49] gpu2:900:931 [1] transport/net_ib.cc:1296 NCCL WARN NET/IB : Got completion with status=5
+[2026-05-05 06:16:49] gpu2:900:931 [1] transport/net_ib.cc:1296 (x) NCCL WARN NET/IB : Got completion with status=5
 
 gpu2:900:931 [1] misc/socket.cc:484 NCCL WARN socketStartConnect: Connect to 10.0.0.1<36529> failed : Connection refused
 """

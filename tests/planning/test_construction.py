@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,14 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from recipes.digits.recipe import Digits
 from recipes.stdlib_lm.recipe import StdlibLM
-from worldsize.core import ConfigError, Recipe, Strategy, TensorStyle
+from worldsize.core import Cluster, ConfigError, Recipe, Strategy, TensorStyle
 from worldsize.planning.construction import check_construction
+from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
+from worldsize.strategies.zero import ZeRO
 from worldsize.testing.recipes import AveragedChain, Chain
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -177,3 +179,18 @@ def test_an_optimizer_that_needs_a_closure_is_refused(make: Any, strategy: Strat
 
 def test_an_optimizer_that_needs_gradients_is_left_to_the_run() -> None:
     check_construction(Digits(4, 0.1, partial(Hasty, lr=0.1)), Single())
+
+
+def embedding() -> nn.Module:
+    return nn.Sequential(nn.Embedding(4, 2, sparse=True))
+
+
+@pytest.mark.parametrize("strategy", [DDP(), ZeRO()])
+def test_sparse_gradients_are_refused_where_nccl_would_sum_them(strategy: Strategy) -> None:
+    recipe = Made(make=embedding)
+    gpus = Cluster("node", 1, 2, "cuda", "nccl")
+    with pytest.raises(ConfigError, match=r"0 has sparse=True, and NCCL sums no sparse gradients\. Set sparse=False"):
+        check_construction(recipe, strategy, cluster=gpus)
+    for cluster in (replace(gpus, backend="gloo"), replace(gpus, processes=1), Cluster("laptop", 1, 2, "cpu", "gloo")):
+        check_construction(recipe, strategy, cluster=cluster)
+    check_construction(recipe, Single(), cluster=gpus)

@@ -24,7 +24,7 @@ WORK = Workload(8e8, 1.6e9, compute_seconds=0.4, update_seconds=0.04, overlap=0.
 
 
 def cluster(nodes: int, per_node: int, device: str = "cpu") -> Cluster:
-    backend = "gloo" if device == "cpu" else "nccl"
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     return Cluster("test", nodes, nodes * per_node, device, backend, links=LINKS)
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from worldsize.core import Cluster
 from worldsize.records.manifest import write_manifest
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, view
 from worldsize.worker import process
-from worldsize.world.environments import placement
+from worldsize.world.environments import Placement, placement
 
 
 @pytest.fixture
@@ -98,3 +103,28 @@ def test_an_error_that_quotes_a_secret_is_written_without_it(started: Path, monk
     assert json.loads(text)["cause"] == "ConnectionError: 401 for https://host: <redacted> and <redacted>"
     assert "canary" not in text
     assert "hunter2" not in text
+
+
+def test_a_full_gpu_names_what_takes_less_memory(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    except torch.OutOfMemoryError as error:
+        process._write_error(run, run.error("worker", 0), error)
+    text = json.loads(run.error("worker", 0).read_text())["traceback"]
+    assert "Tried to allocate 2.00 GiB" in text
+    for remedy in ("logical_ranks", "precision=bf16", "activation_checkpointing=full", "strategy=fsdp"):
+        assert remedy in text
+
+
+def test_the_log_of_nccl_is_found_where_host_names_have_dots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL replaces %h by the name of the host up to its first dot."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu1.cluster.example")
+    monkeypatch.delenv("NCCL_DEBUG", raising=False)
+    for name in ("NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+        monkeypatch.setenv(name, "")
+    run, place = RunDirectory(tmp_path), Placement(0, 1, 0, 1, "env://")
+    settings: Any = SimpleNamespace(cluster=Cluster("node", 1, 1, "cuda", "cpu:gloo,cuda:nccl"))
+    process._listen(settings, run, place)
+    written = os.environ["NCCL_DEBUG_FILE"].replace("%h", "gpu1").replace("%p", str(os.getpid()))
+    assert process._nccl_log(run, place) == Path(written)

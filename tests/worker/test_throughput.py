@@ -55,6 +55,9 @@ def test_operations_of_several_updates_are_those_of_each_with_the_gradients_that
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989.4e12),
         ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H100 NVL", "bf16", 835.5e12),
+        ("NVIDIA H200 NVL", "fp8", 1670.5e12),
+        ("NVIDIA H200", "bf16", 989.4e12),
         ("NVIDIA A100-SXM4-80GB", "fp8", None),
         ("NVIDIA L40S", "bf16", 362.05e12),
         ("NVIDIA L4", "bf16", 121e12),

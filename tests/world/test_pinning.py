@@ -9,16 +9,29 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
+import torch
 from torch.numa import binding
 
 from tests.own_recipe import write_recipe
 from worldsize.core import Cluster, ConfigError, Pinning
 from worldsize.world import pinning
+from worldsize.world.environments import Placement
 from worldsize.world.machine import MachineTopology, listed, read_topology, shortened
-from worldsize.world.pinning import Pin, Pins, _prefer_memory, pin_process, pins_here, plan_pins, visible_gpus
+from worldsize.world.pinning import (
+    Pin,
+    Pins,
+    _prefer_memory,
+    cuda_gpus,
+    pin_process,
+    pins_here,
+    plan_pins,
+    visible_gpus,
+)
+from worldsize.world.world import device_of
 
 Machine = tuple[Sequence[str], Mapping[str, int], Mapping[str, int]]
 # cores of each NUMA node as the kernel lists them, GPUs with their NUMA nodes, and adapters with theirs
@@ -205,6 +218,25 @@ def test_gpus_that_are_not_visible_do_not_count(tmp_path: Path) -> None:
     pins = pins_here(cluster, {"CUDA_VISIBLE_DEVICES": "7,0"}, machine=machine)
     assert [each.gpu for each in pins.processes] == ["0000:df:00.0", "0000:1b:00.0"]
     assert all(each.cores <= here for each in pins.processes)
+
+
+@pytest.mark.parametrize(("visible", "index", "bus"), [(1, 0, 5), (4, 2, 7)])
+def test_a_task_of_srun_that_sees_one_gpu_takes_it(
+    monkeypatch: pytest.MonkeyPatch, visible: int, index: int, bus: int
+) -> None:
+    def properties(number: int) -> SimpleNamespace:
+        if number >= visible:
+            raise AssertionError("Invalid device id")  # as torch does
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=5 + number, pci_device_id=0)
+
+    chosen = list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    cluster = Cluster("slurm", 1, 4, "cuda", "nccl")
+    assert device_of(Placement(2, 4, 2, 4, "env://"), cluster) == torch.device("cuda", index)
+    assert chosen == [torch.device("cuda", index)]
+    assert cuda_gpus(4)[2] == f"0000:{bus:02x}:00.0"
 
 
 @pytest.mark.parametrize("text", ["", "0", "0-3", "0-3,8,10-11"])

@@ -70,14 +70,15 @@ def test_torch_records_the_last_collectives_of_every_gang_and_writes_no_pickle(
     restart: Literal["gang", "heal"],
 ) -> None:
     def body(_: World) -> list[str | None]:
-        names = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_DISTRIBUTED_DEBUG")
+        dumps = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+        names = ("TORCH_FR_BUFFER_SIZE", *dumps, "TORCH_DISTRIBUTED_DEBUG")
         for name in names:
             os.environ.pop(name, None)
         roles = {"worker": Role(1, restart=restart)}
         with open_world(Placement(0, 1, 0, 1, "env://"), Cluster("test", 1, 1, "cpu", "gloo", debug=True), roles):
             return [os.environ.get(name) for name in names]
 
-    assert run_in_worlds(body, 1) == [["200", "0", "INFO"]]
+    assert run_in_worlds(body, 1) == [["200", "0", "0", "INFO"]]
 
 
 @pytest.mark.parametrize(("processes", "late"), [(32, False), (33, True)])

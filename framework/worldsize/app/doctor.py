@@ -162,7 +162,6 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> Report | None:
     Returns:
         The report that a job has left in its log; None: this machine sees the run folder.
     """
-    import torch
 
     from worldsize.core import AgentLauncher, BatchLauncher
     from worldsize.driver.examine import examine
@@ -172,8 +171,9 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> Report | None:
     from worldsize.records.run_directory import created
     from worldsize.records.run_record import write_configuration
     from worldsize.world.environments import Node
+    from worldsize.world.fork import will_fork
 
-    torch.set_num_threads(1)  # this process may fork: it must not have an OpenMP pool
+    will_fork()
     launcher = settings.launcher
     launcher.check(settings.cluster)
     clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")

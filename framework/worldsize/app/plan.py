@@ -99,12 +99,11 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _show(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str] | None) -> int:
-    import torch  # takes seconds, as what follows
-
     from worldsize.config.composed import settings_of
     from worldsize.planning.predictor import Given, Predictor, links_of
+    from worldsize.world.fork import will_fork
 
-    torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
+    will_fork()
     if options.model_size is not None and options.compute is None:
         raise ConfigError("--model-size does not determine a step's time. Add --compute, e.g. --compute 250ms.")
     single = sizes is not None or options.payload is not None

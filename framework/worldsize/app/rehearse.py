@@ -58,21 +58,21 @@ def rehearse(options: argparse.Namespace) -> int:
 
 
 def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
-    import torch  # takes seconds, as what follows
-
     from worldsize.config.composed import settings_of
     from worldsize.planning.absent_peers import check_alone
     from worldsize.planning.construction import check_construction, check_trainable
     from worldsize.planning.rehearsal.rank import Part
     from worldsize.planning.rehearsal.ranks import chosen_ranks, rehearse
+    from worldsize.world.fork import will_fork
 
-    torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
+    will_fork()
     settings = settings_of(cfg)
     check_trainable(settings.recipe, settings.strategy)
     check_construction(
         settings.recipe,
         settings.strategy,
         settings.numerics,
+        settings.cluster,
         schedule_metric=settings.training.schedule_metric,
     )
     check_alone(settings)

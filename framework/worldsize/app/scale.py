@@ -100,12 +100,11 @@ def scale(options: argparse.Namespace) -> int:
     Raises:
         WorldsizeError: a point cannot run; nothing was started.
     """
-    import torch  # takes seconds, as what follows
-
     from worldsize.planning.predictor import Given, Predictor, links_of
     from worldsize.records.run_directory import planned
+    from worldsize.world.fork import will_fork
 
-    torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
+    will_fork()
     command = shlex.join(["worldsize", "scale", *redacted_arguments(sys.argv[1:])])
     links = links_of(options.links) if options.links else {}
     predictor = Predictor(Given(links=links, one_machine=options.one_machine))

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.collectives.step_timer import started
+from worldsize.devices import backend_names
 from worldsize.world.world import connects_late
 
 
@@ -20,7 +21,7 @@ def connect(groups: Iterable[ProcessGroup]) -> None:
     of ranks, and messages, are waited for in the same way.
     """
     if connects_late():
-        own = [group for group in groups if dist.get_backend(group) == "gloo"]
+        own = [group for group in groups if set(backend_names(dist.get_backend(group))) == {"gloo"}]
         # a barrier is between ranks whose distance is a power of two, as rings and trees are
         for work in [started(dist.barrier(group, async_op=True)) for group in own]:
             INTERRUPTION.wait(work)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from worldsize.core import Autoscaler, Cluster, LaunchMethod, Numerics, Role, Strategy
+from worldsize.devices import backend_for, backend_names
 from worldsize.errors import ConfigError, neighbours
 from worldsize.world.roles import block_of, heals
 
@@ -120,7 +121,7 @@ def check_device(numerics: Numerics, cluster: Cluster, *, exact: str | None) -> 
         f"reproducibility={exact} promises the same bits": (exact, "reproducibility=seeded"),
         "precision=fp8 needs the kernels of CUDA": (numerics.precision == "fp8", "precision=bf16"),
         f"compile_mode={numerics.compile_mode} records CUDA graphs": (
-            numerics.compile and numerics.compile_mode in ("reduce-overhead", "max-autotune"),
+            numerics.records_graphs,
             "compile_mode=default",
         ),
         "activation_offload=true copies through pinned memory beside CUDA's streams": (
@@ -132,6 +133,20 @@ def check_device(numerics: Numerics, cluster: Cluster, *, exact: str | None) -> 
     for fact, (is_wanted, remedy) in wanted.items():
         if is_wanted:
             raise ConfigError(f"{fact}, which is not there for cluster.device={kind}. Set {remedy}.")
+
+
+def check_graphs(numerics: Numerics, cluster: Cluster, micro_batches: int) -> None:
+    """Raise ConfigError if CUDA graphs are to be recorded in steps of several micro-batches.
+
+    The gradients of one are in the memory that the next one overwrites.
+    """
+    if not (numerics.records_graphs and cluster.device == "cuda") or micro_batches == 1:
+        return
+    raise ConfigError(
+        f"compile_mode={numerics.compile_mode} records CUDA graphs, which overwrite the gradients of one micro-batch "
+        f"with those of the next, and a process has {micro_batches} in a step. Set compile_mode=default, or "
+        f"logical_ranks to the number of processes that train."
+    )
 
 
 def check_activations(numerics: Numerics, strategy: Strategy, cluster: Cluster) -> None:
@@ -172,6 +187,12 @@ def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMet
             f"strategy.on_failure=heal: {type(launcher).__name__} on {cluster.nodes} nodes does not tell processes "
             "which others live. Set strategy.on_failure=restart, or choose cluster=ssh, slurm, laptop or node."
         )
+    if backend_for(cluster.backend, cluster.device) == "nccl":
+        raise ConfigError(
+            "strategy.on_failure=heal with NCCL: a wait does not block the host, so that survivors might update from a "
+            "sum that a dead process left unfinished; no GPU has shown the opposite yet. Set "
+            "strategy.on_failure=restart and launcher.max_restarts."
+        )
     if (least := cluster.min_processes or 1) > cluster.processes:
         raise ConfigError(f"cluster.min_processes={least} is more than the {cluster.processes} processes of the run.")
 
@@ -204,8 +225,7 @@ def check_backend(named: str) -> None:
     from torch.distributed import Backend  # not before: who only composes would wait for it
 
     known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
-    for part in named.split(","):
-        name = part.rpartition(":")[2].lower()
+    for name in backend_names(named):
         if name not in known:
             raise ConfigError(f"cluster.backend={named!r}: no backend {name!r}{neighbours(name, known)}")
 

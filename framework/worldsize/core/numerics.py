@@ -61,6 +61,11 @@ class Numerics:
         return self.clip_norm is not None or self.nonfinite == "skip"
 
     @property
+    def records_graphs(self) -> bool:
+        """Whether torch records the compiled passes as CUDA graphs."""
+        return self.compile and self.compile_mode in ("reduce-overhead", "max-autotune")
+
+    @property
     def norm_limit(self) -> float:
         """The largest L2 norm of a gradient after clipping; infinite without clipping."""
         return float("inf") if self.clip_norm is None else self.clip_norm

@@ -186,6 +186,8 @@ class Strategy(ABC):
     """Whether its replicas keep fewer activations (``Numerics.activation_checkpointing``, ``activation_offload``)."""
     serves_rows: ClassVar[bool] = False
     """Whether the rows of embeddings with ``sparse=True`` are on servers, which update them in ways of their own."""
+    sums_sparse_gradients: ClassVar[bool] = False
+    """Whether it sums the gradients of such embeddings over processes, which NCCL cannot."""
     divides_lr: ClassVar[bool] = False
     """Whether the updates of a step share one learning rate, where ``update_parts`` are several."""
     shards_state: ClassVar[bool] = False

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 # Dense operations a second without sparsity, from NVIDIA's data sheets of each product. Names are torch's.
 _PEAKS: Mapping[str, Mapping[str, float]] = {
+    r"H100 NVL|H200 NVL": {"fp32": 60e12, "tf32": 417.5e12, "bf16": 835.5e12, "fp16": 835.5e12, "fp8": 1670.5e12},
     r"H100 PCIe": {"fp32": 51e12, "tf32": 378e12, "bf16": 756e12, "fp16": 756e12, "fp8": 1513e12},
     r"H100|H200": {"fp32": 67e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12, "fp8": 1978.9e12},
     r"B200": {"bf16": 2250e12, "fp16": 2250e12, "fp8": 4500e12},

@@ -11,8 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-import torch
-import torch._dynamo  # takes seconds, like the next import: done here, before others wait for this host
+import torch._dynamo  # noqa: F401 - takes seconds, like the next import: done here, before others wait for this host
 
 import worldsize.worker.process  # noqa: F401
 from worldsize.config.recorded import read_settings
@@ -35,6 +34,7 @@ from worldsize.records.lock import is_locked
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened
 from worldsize.world.environments import Node, job_of, lost_first, meeting_name, node, port_of
+from worldsize.world.fork import will_fork
 from worldsize.world.pinning import FEW_CPUS, few_cpus
 
 _logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def agent(run: RunDirectory) -> int:
     Raises:
         WorldsizeError: the hosts cannot connect, or differ; nothing was started.
     """
-    torch.set_num_threads(1)  # this process forks, so it must not have an OpenMP pool
+    will_fork()
     secrets = os.environ.get("WORLDSIZE_SECRETS")
     make_importable([run.plugins, *roots()])  # local copies come before the paths of the host that launched the run
     if not run.config.exists():

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -50,6 +49,7 @@ from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.records.run_directory import RunDirectory, created, planned, writing
 from worldsize.records.run_record import RunRecord, look, note_job, opened, read_result
 from worldsize.reproducibility.seeds import generators_kept
+from worldsize.world.fork import will_fork
 
 _logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def checked(cfg: DictConfig) -> Settings:
     Raises:
         ConfigError: the run cannot be started.
     """
-    torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
+    will_fork()
     settings = settings_of(cfg)
     if isinstance(settings.launcher, Launcher):  # else other machines have the data, whose agents look for them
         check_paths(settings.recipe)
@@ -178,6 +178,7 @@ def checked(cfg: DictConfig) -> Settings:
         settings.recipe,
         settings.strategy,
         settings.numerics,
+        settings.cluster,
         averages=bool(settings.average),
         schedule_metric=settings.training.schedule_metric,
     )

@@ -9,7 +9,7 @@ from typing import final
 
 from worldsize.config.shape import check_gpus
 from worldsize.core import Cluster, ConfigError, Job, Launcher, Plan
-from worldsize.devices import device_count
+from worldsize.devices import backend_names, device_count
 from worldsize.errors import neighbours
 from worldsize.launch.node import NodeLauncher, Rendezvous
 from worldsize.world.environments import Node
@@ -65,8 +65,7 @@ def _check_network(cluster: Cluster) -> None:
     """Raise ConfigError if this host's torch lacks the backend, or this host the interface."""
     import torch.distributed as dist  # takes seconds
 
-    names = [part.rpartition(":")[2] for part in cluster.backend.split(",")]
-    if missing := [name for name in names if not dist.is_backend_available(name)]:
+    if missing := [name for name in backend_names(cluster.backend) if not dist.is_backend_available(name)]:
         raise ConfigError(f"cluster.backend={cluster.backend}: this build of torch has no {missing[0]}. Set gloo.")
     if cluster.interface is not None and (missing := missing_interfaces(cluster.interface, cluster.backend)):
         there = [name for _, name in socket.if_nameindex()]

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, ClassVar
 
-from worldsize.core import LaunchMethod, Plan, Range
+from worldsize.core import Cluster, LaunchMethod, Plan, Range
 from worldsize.core.limits import GRACE, SECONDS
 from worldsize.launch.autoscale import AutoscaleProcess
 from worldsize.launch.gang import Gang, Graces
@@ -28,7 +28,7 @@ from worldsize.launch.terminal import Terminal, size_of
 from worldsize.observe.health.process import HealthProcess
 from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.world.environments import Node, Placement
-from worldsize.world.fork import ready_to_fork
+from worldsize.world.fork import leave_bad_fork, ready_to_fork
 from worldsize.world.interfaces import variables
 from worldsize.world.membership import MembershipChannel, Pipe
 from worldsize.world.parent import die_with_parent
@@ -143,7 +143,7 @@ def start_process(plan: Plan, rendezvous: Rendezvous, role: str, rank: int, star
     context = get_context("fork")
     ours, theirs = context.Pipe() if plan.roles[role].restart == "heal" else (None, None)
     environment = {**rendezvous.variables, **plan.environment, **plan.secrets, **placement.variables()}
-    body = partial(_body, run, placement, log, environment, os.getpid(), theirs, plan.cluster.timeout)
+    body = partial(_body, run, placement, log, environment, os.getpid(), theirs, plan.cluster)
     process: BaseProcess = context.Process(target=body)
     with ready_to_fork(), _without_signals():
         process.start()
@@ -170,7 +170,7 @@ def _body(
     environment: Mapping[str, str],
     parent: int,
     pipe: Pipe | None,
-    timeout: float,
+    cluster: Cluster,
 ) -> None:
     """Run the worker in the forked process."""
     die_with_parent(parent)
@@ -183,10 +183,12 @@ def _body(
     del sys.argv[1:]  # the command line may contain a secret, and loggers record it
     _write_to(log)
     os.environ.update(environment)
+    if cluster.device == "cuda" and not pipe:  # one of a gang that heals cannot hand its pipe on
+        leave_bad_fork([sys.executable, "-m", "worldsize.worker", str(run.path)])
     from worldsize.worker.process import play
 
     try:
-        channel = MembershipChannel(pipe, patience=timeout + _STARTING, detection=_DETECTION) if pipe else None
+        channel = MembershipChannel(pipe, patience=cluster.timeout + _STARTING, detection=_DETECTION) if pipe else None
         code = play(run, placement, channel)
     except BaseException:  # the launcher shows the error that play has written
         sys.stdout.flush()

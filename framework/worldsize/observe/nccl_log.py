@@ -11,8 +11,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import final
 
-# newer versions begin warnings with the time in brackets, and warnings name the place in NCCL's source
-_LINE = re.compile(r"(?:\[[^\]]*\] )?(?P<host>[^\s:\[\]]+):\d+:\d+ \[-?\d+\] (?:(?P<place>\S+:\d+) )?NCCL (?P<text>.*)")
+# newer versions begin warnings with the time in brackets, and warnings name the place in NCCL's source; since 2.30 a
+# name in parentheses follows it
+_LINE = re.compile(
+    r"(?:\[[^\]]*\] )?(?P<host>[^\s:\[\]]+):\d+:\d+ \[-?\d+\] "
+    r"(?:(?P<place>\S+:\d+) (?:\([^)]*\) )?)?NCCL (?P<text>.*)"
+)
 _VERSION = re.compile(r"NCCL version (\S+)")
 _COMMUNICATOR = re.compile(r"\brank (\d+) nranks (\d+)\b.* - Init (START|COMPLETE)")
 _NETWORK = re.compile(r"NET/(?P<kind>IB|Socket) ?: Using (?P<devices>\[.*)")

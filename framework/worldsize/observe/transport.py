@@ -14,6 +14,7 @@ from torch import Tensor
 
 from worldsize.collectives.step_timer import wait
 from worldsize.core import Cluster, World
+from worldsize.devices import backend_for
 from worldsize.files import open_regular
 from worldsize.observe.nccl_log import NcclLog, parse_nccl
 
@@ -63,7 +64,8 @@ def audit(world: World, cluster: Cluster, environ: Mapping[str, str], log: Path)
 
     ``log``: what NCCL writes of this process, :func:`nccl_log`.
     """
-    if cluster.backend == "gloo":
+    backend = backend_for(cluster.backend, cluster.device)
+    if backend == "gloo":
         interface = environ.get("GLOO_SOCKET_IFNAME")
         return {
             "backend": "gloo",
@@ -71,7 +73,7 @@ def audit(world: World, cluster: Cluster, environ: Mapping[str, str], log: Path)
             "interface": interface,
             "ranks": {"socket": world.size},
         }
-    if cluster.backend != "nccl":  # it does not say
+    if backend != "nccl":  # it does not say
         return {"backend": cluster.backend, "transports": [], "interface": None, "ranks": {}}
     _sum(torch.ones(1, device=world.device), world)
     text = b""

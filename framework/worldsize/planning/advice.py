@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from worldsize.planning.forecast import Forecast
 
 _ALIKE = 1.1  # forecasts closer than this may be ordered differently when measured: see benchmarks/README.md
 WANTED = 0.8  # efficiency
+_CUDA_BYTES = 2e9  # bytes of a GPU that no tensor gets: CUDA's context, workspaces of cuBLAS and cuDNN, buffers of NCCL
 
 
 def detected_memory_bytes(cluster: Cluster) -> float | None:
@@ -27,12 +30,21 @@ def detected_memory_bytes(cluster: Cluster) -> float | None:
     remains. None: unknown, since there is no GPU, or several nodes, or another kind of device.
     """
     if cluster.device == "cuda":
-        return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.device_count() else None
+        return _gpu_bytes()
     if cluster.nodes > 1 or cluster.device != "cpu":
         return None
     physical = Memory(used=0, total=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     share = within(physical).total / cluster.processes_per_node
     return max(0.0, share - _private_bytes())
+
+
+def _gpu_bytes() -> float | None:
+    """Return the bytes of the first GPU that tensors can fill; None: there is none. CUDA is asked in a new process."""
+    if not torch.cuda.device_count():
+        return None
+    program = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
+    asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    return max(0.0, float(asked.stdout) - _CUDA_BYTES) if asked.returncode == 0 else None
 
 
 def _private_bytes() -> int:

@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from worldsize.config.instantiate import described_failure
-from worldsize.core import ConfigError, FeatureRecipe, MultiUpdateRecipe, Numerics, Recipe, Strategy
+from worldsize.core import Cluster, ConfigError, FeatureRecipe, MultiUpdateRecipe, Numerics, Recipe, Strategy
 from worldsize.optimizers.refused import check_schedule_free, check_special, refuse_breaking
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.alone import train_state_of
@@ -23,7 +23,7 @@ from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.optimizer_checks import refuse_unsaved
 from worldsize.strategies.recomputed import check_passes
 from worldsize.strategies.schedules import Schedule, check_metric
-from worldsize.strategies.sparse_steps import check_sparse_steps
+from worldsize.strategies.sparse_steps import check_sparse_steps, refuse_sparse_sums
 from worldsize.strategies.train_state import TrainState
 
 _logger = logging.getLogger(__name__)
@@ -63,13 +63,15 @@ def check_construction(
     recipe: Recipe,
     strategy: Strategy,
     numerics: Numerics | None = None,
+    cluster: Cluster | None = None,
     *,
     averages: bool = False,
     schedule_metric: str | None = None,
 ) -> None:
     """Build the model, its optimizers and their schedules on the meta device, where tensors take no memory.
 
-    Then check that ``strategy`` supports them, and that ``numerics`` suit the model (None: the default ones do).
+    Then check that ``strategy`` supports them, and that ``numerics`` suit the model (None: the default ones do),
+    and that processes of ``cluster`` can sum its gradients (None: they can).
     ``averages``: whether the run averages weights. ``schedule_metric``: the metric that advances its schedule.
 
     A failure is repeated on the CPU, where every process builds the model. Only the same failure on both is an error
@@ -80,7 +82,7 @@ def check_construction(
             ``strategy``.
     """
     numerics = numerics or Numerics()
-    failure = partial(_failure, recipe, strategy, numerics, averages, schedule_metric)
+    failure = partial(_failure, recipe, strategy, numerics, cluster, averages, schedule_metric)
     failed = failure("meta")
     if failed is None or not _is_certain(failed):
         return
@@ -98,7 +100,13 @@ def check_construction(
 
 
 def _failure(
-    recipe: Recipe, strategy: Strategy, numerics: Numerics, averages: bool, metric: str | None, device: str
+    recipe: Recipe,
+    strategy: Strategy,
+    numerics: Numerics,
+    cluster: Cluster | None,
+    averages: bool,
+    metric: str | None,
+    device: str,
 ) -> Exception | None:
     try:
         with generators_kept(), torch.device(device):  # the training processes are forked from this one
@@ -110,6 +118,8 @@ def _failure(
                     "precision=fp16: derivatives by features are computed without a loss scale, and may be less than "
                     "float16 can hold. Set precision=bf16."
                 )
+            if cluster is not None and strategy.sums_sparse_gradients:
+                refuse_sparse_sums(model, cluster)
             check_passes(recipe, model, numerics, serves_rows=strategy.serves_rows)
             parts = [*_parts(train_state_of(recipe, model))]
             check_metric([schedule for _, schedule in parts if schedule is not None], strategy, metric)

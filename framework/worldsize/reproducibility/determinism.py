@@ -49,6 +49,7 @@ class Determinism:
         torch.backends.cudnn.deterministic = self.deterministic
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.set_float32_matmul_precision(self.matmul_precision)
+        torch.backends.cudnn.allow_tf32 = self.matmul_precision != "highest"  # of convolutions; torch allows it
         if self.deterministic and device == "cuda":
             # of the fused kernels only flash attention has a deterministic backward pass
             torch.backends.cuda.enable_mem_efficient_sdp(False)

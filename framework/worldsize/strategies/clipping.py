@@ -33,3 +33,14 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
     It is that of torch.nn.utils.clip_grads_with_norm_.
     """
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+
+def aligned_norm(gradient: Tensor) -> Tensor:
+    """Return the L2 norm of ``gradient``, a scalar, with bits that do not depend on its address.
+
+    A view of a bucket may begin anywhere. CUDA's kernel reads four numbers at once where they are aligned, and adds
+    them in another order where they are not; it chooses for all tensors of a call.
+    """
+    is_aligned = gradient.data_ptr() % (4 * gradient.element_size()) == 0
+    norm: Tensor = torch._foreach_norm([gradient if is_aligned else gradient.clone()])[0]
+    return norm

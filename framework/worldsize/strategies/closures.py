@@ -7,6 +7,7 @@ import re
 from torch.optim import Optimizer
 
 from worldsize.core import ConfigError
+from worldsize.devices import gpus_hidden
 from worldsize.strategies.step_hooks import without_recipe_hooks
 
 
@@ -17,7 +18,7 @@ def refuse_closures(optimizer: Optimizer) -> None:
     other weights. Its state between steps is lists of tensors, which no checkpoint has.
     """
     try:
-        with without_recipe_hooks(optimizer):
+        with gpus_hidden(), without_recipe_hooks(optimizer):
             optimizer.step()  # without gradients it changes nothing
     except Exception as error:  # any exception: an optimizer may be the recipe's own
         if re.search(r"\bclosure\b", str(error)) is None:

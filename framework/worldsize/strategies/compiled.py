@@ -8,7 +8,7 @@ from typing import Any, final
 
 from torch import nn
 
-from worldsize.core import Numerics, Recipe
+from worldsize.core import ConfigError, Numerics, Recipe
 from worldsize.world.cache_folder import keep_compiled_code
 
 _logger = logging.getLogger(__name__)
@@ -39,6 +39,15 @@ def compile_passes(recipe: Recipe, model: nn.Module, numerics: Numerics) -> None
     for module in list(recipe.blocks(model)) or [model]:
         forward = torch.compile(module.forward, mode=numerics.compile_mode, dynamic=False if exact else None)
         module.forward = forward  # not a wrapper, whose name would be in checkpoints
+
+
+def refuse_graphs(numerics: Numerics, *, strategy: str) -> None:
+    """Raise ConfigError if passes are to be recorded as CUDA graphs by a ``strategy`` that gathers parameters."""
+    if numerics.records_graphs:
+        raise ConfigError(
+            f"compile_mode={numerics.compile_mode} records CUDA graphs, whose memory stays where it is, and {strategy} "
+            "gathers parameters anew in each pass. Set compile_mode=default."
+        )
 
 
 @final

@@ -76,6 +76,7 @@ class DDP(Strategy):
     gathers_features = True
     compiles = True
     recomputes = True
+    sums_sparse_gradients = True
     special_optimizers = ("adamw_8bit", "schedule_free")
 
     compress: CompressionKind = "none"

@@ -20,6 +20,7 @@ from worldsize.core import (
     ConfigError,
     Cost,
     MultiUpdateRecipe,
+    Numerics,
     Range,
     Recipe,
     Replica,
@@ -32,6 +33,7 @@ from worldsize.core import (
 from worldsize.strategies.alone import alone
 from worldsize.strategies.assigned_weights import carry_assignments
 from worldsize.strategies.calling_root import CallingRoot
+from worldsize.strategies.compiled import refuse_graphs
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.detached_shards import detach_shards
@@ -132,6 +134,9 @@ class FSDP(Strategy):
             refuse_unsent(recipe, model, optimizer)
         if recipe_hooks(optimizer):
             refuse_mixing_hooks(recipe, model)
+
+    def check_numerics(self, numerics: Numerics) -> None:
+        refuse_graphs(numerics, strategy=type(self).__name__)
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         size = self._shard_size(cluster.processes, cluster.processes_per_node)

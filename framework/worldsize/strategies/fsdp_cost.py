@@ -8,6 +8,7 @@ from typing import final
 from worldsize.core import Cluster, Cost, Workload
 from worldsize.cost.cluster import across, ring_share, slowest, spanned
 from worldsize.cost.collectives import all_gather_seconds, divided, exposed_seconds, ring_all_reduce_seconds
+from worldsize.devices import backend_for
 
 
 @final
@@ -36,7 +37,7 @@ def fsdp_cost(work: Workload, cluster: Cluster, sharding: FSDPSharding) -> Cost:
     nothing to hide behind (arXiv 2304.11277, section 3.3).
     """
     payload, size = work.parameter_bytes, sharding.ranks
-    on_cpu = cluster.backend == "gloo"
+    on_cpu = backend_for(cluster.backend, cluster.device) == "gloo"
     gathers, scatters = 2 if sharding.reshard_after_forward else 1, 2 if on_cpu else 1
     turns = max(1, work.micro_batches)
     gathers, scatters = gathers * turns, scatters * (turns if sharding.accumulates_shards else 1)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.core import Dealing, MicroBatch, StateDict
+from worldsize.devices import is_accelerator
+from worldsize.strategies.clipping import aligned_norm
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.loss_weights import scale_gradients
 
@@ -59,7 +61,12 @@ class GradientReducer(ABC):
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         """Scale the gradients so that their total norm is at most ``limit``; return the norm before, a scalar."""
-        return nn.utils.clip_grad_norm_(parameters, limit)
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        if not (self.is_ordered and any(is_accelerator(gradient.device) for gradient in gradients)):
+            return nn.utils.clip_grad_norm_(parameters, limit)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([aligned_norm(gradient) for gradient in gradients]))
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
 
     def state(self) -> StateDict:
         """Return the state kept between steps. It differs between ranks, so only the same world size can load it."""

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from worldsize.checkpoints.tree import split
 from worldsize.core import MultiUpdateRecipe, Recipe, StateDict
+from worldsize.devices import gpus_hidden
 from worldsize.optimizers.names import all_parameters
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.multi_train_state import optimizers_of
@@ -164,7 +165,7 @@ class Trial:
                 prepare(optimizer)
             _raise_lr(optimizer)
             calls = _restrict(optimizer, updated) if own is not None else None
-            with generators_kept(), torch.device("cpu"), without_recipe_hooks(optimizer):
+            with generators_kept(), torch.device("cpu"), gpus_hidden(), without_recipe_hooks(optimizer):
                 for step in steps:
                     torch.manual_seed(step)
                     for name in self._names if own is None else own:

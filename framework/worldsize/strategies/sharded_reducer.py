@@ -24,6 +24,7 @@ from worldsize.collectives.ordered import Tree, summation_tree
 from worldsize.collectives.step_timer import phase, wait
 from worldsize.collectives.timed_sharding import time_sharding
 from worldsize.core import Dealing, MicroBatch, Reduction, World
+from worldsize.strategies.clipping import aligned_norm
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer, OrderedSums
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.ordered_scatters import OrderedScatters
@@ -228,7 +229,7 @@ class OrderedShardReducer(OrderedSums):
         """
         gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
         full = (whole(each) if isinstance(each, DTensor) else each for each in gradients)
-        norms = [torch._foreach_norm([gradient])[0] for gradient in full]  # like clip_grad_norm_
+        norms = [aligned_norm(gradient) for gradient in full]
         return _clipped(parameters, limit, torch.linalg.vector_norm(torch.stack(norms)))
 
 

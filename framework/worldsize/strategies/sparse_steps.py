@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from worldsize.core import ConfigError
+from worldsize.core import Cluster, ConfigError
+from worldsize.devices import backend_for, gpus_hidden
 from worldsize.strategies.wrapping import sparse_embeddings
 
 
@@ -25,6 +26,16 @@ def check_sparse_steps(model: nn.Module, optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for name in [names[id(parameter)] for parameter in group["params"] if id(parameter) in names][:1]:
             _check_group(optimizer, group, name)
+
+
+def refuse_sparse_sums(model: nn.Module, cluster: Cluster) -> None:
+    """Raise ConfigError if ``model`` has sparse gradients, and processes of ``cluster`` would sum them by NCCL."""
+    if cluster.processes > 1 and backend_for(cluster.backend, cluster.device) == "nccl":
+        for name in sparse_embeddings(model):
+            raise ConfigError(
+                f"{name} has sparse=True, and NCCL sums no sparse gradients. Set sparse=False, cluster.backend=gloo, "
+                "or a strategy whose servers keep rows, such as parameter_server."
+            )
 
 
 def _check_group(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> None:
@@ -55,6 +66,7 @@ def _state_after_step(kind: type[Optimizer], group: Mapping[str, Any]) -> list[s
             made = kind([rows], **{key: value for key, value in group.items() if key in taken and key != "params"})
         except Exception:  # a class of one's own, that is made in another way
             return []
-        made.step()
+        with gpus_hidden():
+            made.step()
     state = made.state.get(rows, {})
     return [key for key, value in state.items() if isinstance(value, Tensor) and value.layout != torch.strided]

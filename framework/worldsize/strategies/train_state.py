@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from worldsize.collectives.per_rank import local, zeros_like
 from worldsize.core import Recipe, StateDict
+from worldsize.devices import gpus_hidden
 from worldsize.errors import CheckpointError
 from worldsize.optimizers.counters import attributes_kept, counters_kept
 from worldsize.optimizers.names import all_parameters, named_by
@@ -169,7 +170,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
 
     fresh = not optimizer.state
     extra = deepcopy(extra_state(optimizer)) if fresh else extra_state(optimizer)  # a probe may change it
-    with without_recipe_hooks(optimizer):
+    with gpus_hidden(), without_recipe_hooks(optimizer):
         if fresh:
             _probe(optimizer)
         options = [{**group} for group in optimizer.param_groups]
@@ -202,7 +203,7 @@ def _initial_states(model: nn.Module, optimizer: Optimizer, *, without: Set[str]
     if not late:
         return {}
     before, gradients = set(optimizer.state), [(each, each.grad) for each in all_parameters(optimizer)]
-    with without_recipe_hooks(optimizer):
+    with gpus_hidden(), without_recipe_hooks(optimizer):
         _probe(optimizer, only={id(each) for each in late.values()})
         states: Any = get_optimizer_state_dict(model, optimizer)["state"]
     for each, gradient in gradients:
@@ -237,7 +238,7 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str,
             "Resume with the run's own optimizer, or leave its state out with checkpoint.ignore=[optimizer]."
         )
     fresh = not optimizer.state
-    with without_recipe_hooks(optimizer):
+    with gpus_hidden(), without_recipe_hooks(optimizer):
         if fresh:
             _probe(optimizer)
         unprobed = () if optimizer.state else all_parameters(optimizer)

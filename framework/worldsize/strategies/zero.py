@@ -52,6 +52,7 @@ class ZeRO(Strategy):
     gathers_features = True
     compiles = True
     recomputes = True
+    sums_sparse_gradients = True
     special_optimizers = ("adamw_8bit",)
     shards_state = True
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from worldsize.collectives.peer_wait import PEER_WAIT
+from worldsize.devices import backend_names
 from worldsize.records.flight import collectives_file, flight_file, keep_flight_file
 
 _logger = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ def _counts() -> dict[str, list[int]]:
 
 def _recorded() -> Mapping[str, Any]:
     dump = _distributed_c10d._dump_fr_trace_json
-    if "nccl" in dist.get_backend():
+    if "nccl" in backend_names(dist.get_backend()):
         dump = _distributed_c10d._dump_nccl_trace_json  # type: ignore[attr-defined]
     record: Mapping[str, Any] = json.loads(dump(True, False))
     return record

@@ -19,6 +19,7 @@ from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.config.learning_rate import update_samples
 from worldsize.config.settings import Settings
 from worldsize.core import Event, Listener, MembershipChanged, Replica, StepDone, World
+from worldsize.devices import backend_for
 from worldsize.engine.before_update import BeforeUpdate
 from worldsize.engine.fit import TrainingProgress
 from worldsize.records.run_directory import RunDirectory
@@ -80,8 +81,9 @@ class HealingMember:
         Raises:
             Exception: the program failed, and not because of a peer.
         """
-        ends_waits = self._settings.cluster.backend == "gloo"  # NCCL's own end when it is aborted
-        INTERRUPTION.begin(self._channel.check if ends_waits else None, longest=self._settings.cluster.timeout)
+        cluster = self._settings.cluster
+        ends_waits = backend_for(cluster.backend, cluster.device) == "gloo"  # NCCL's own end when it is aborted
+        INTERRUPTION.begin(self._channel.check if ends_waits else None, longest=cluster.timeout)
         channel, heartbeat = self._channel, self._placement.heartbeat
         carried = Carried(self._settings, heartbeat, channel.begin_step, channel.finish)
         carried.build(world)

@@ -15,12 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 
 from worldsize.config.recorded import read_settings
 from worldsize.config.settings import Settings
 from worldsize.core import Failure, Listener, Outcome, Replica, RunContext, RunFailed, TransportFellBack, World
 from worldsize.data.data_wait import DataWaitError
+from worldsize.devices import backend_names
 from worldsize.engine.averaging import AveragedReplica
 from worldsize.engine.before_update import BeforeUpdate
 from worldsize.errors import ConfigError, WorldsizeError
@@ -51,6 +53,11 @@ from worldsize.world.roles import role_of
 from worldsize.world.world import check_size, open_world
 
 _logger = logging.getLogger(__name__)
+
+_OUT_OF_MEMORY = (
+    "The GPU's memory is full. Set more logical_ranks (smaller micro-batches), precision=bf16, "
+    "activation_checkpointing=full, strategy=fsdp, or more processes; `worldsize plan` says what fits."
+)
 
 
 def main() -> None:
@@ -148,6 +155,8 @@ def _error_file(run: RunDirectory, placement: Placement, settings: Settings | No
 def _write_error(run: RunDirectory, path: Path, error: BaseException, clean: Scrubber) -> None:
     """Write an error, which may quote a secret value, without such values."""
     text = f"{error}\n" if isinstance(error, WorldsizeError) else traceback.format_exc()
+    if isinstance(error, torch.OutOfMemoryError):
+        text += f"{_OUT_OF_MEMORY}\n"
     cause: dict[str, Any] = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
     cause |= {"host": socket.gethostname(), "is_own": isinstance(error, DataWaitError)}
     if is_from_gone_peer(error):
@@ -255,7 +264,7 @@ def _examine(settings: Settings, run: RunDirectory, placement: Placement) -> int
 
 
 def _listen(settings: Settings, run: RunDirectory, placement: Placement) -> None:
-    if settings.cluster.backend == "nccl" and "NCCL_DEBUG" not in os.environ:
+    if "nccl" in backend_names(settings.cluster.backend) and "NCCL_DEBUG" not in os.environ:
         log = _nccl_log(run, placement)
         make_folder_of(log, run)
         os.environ.update(listen_to_nccl(log.parent, attempt=_attempt(placement)))
@@ -263,7 +272,10 @@ def _listen(settings: Settings, run: RunDirectory, placement: Placement) -> None
 
 def _nccl_log(run: RunDirectory, placement: Placement) -> Path:
     host = socket.gethostname()
-    return nccl_log(run.nccl_logs(host), host=host, process=str(os.getpid()), attempt=_attempt(placement))
+    # NCCL names the file after the host up to its first dot
+    return nccl_log(
+        run.nccl_logs(host), host=host.partition(".")[0], process=str(os.getpid()), attempt=_attempt(placement)
+    )
 
 
 def _attempt(placement: Placement) -> int | None:

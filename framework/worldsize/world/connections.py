@@ -13,6 +13,8 @@ from typing import Self, final
 
 import torch.distributed as dist
 
+from worldsize.devices import backend_names
+
 _Sockets = Mapping[int, int]  # the inode of each socket of this process, by its file descriptor
 
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -47,7 +49,7 @@ class Connections:
     def cut(self) -> None:
         """End all communication of these groups; may be called by another thread, and more than once."""
         is_first, self._is_cut = not self._is_cut, True
-        if is_first and dist.is_initialized() and "nccl" in dist.get_backend():
+        if is_first and dist.is_initialized() and "nccl" in backend_names(dist.get_backend()):
             dist.distributed_c10d._abort_process_group()
         own = self._all()
         for descriptor, inode in {**own, **_opened_later(own)}.items():

@@ -3,8 +3,70 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+import os
+import stat
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from pathlib import Path
+
+_logger = logging.getLogger(__name__)
+
+_ASK = ("_cuda_getDeviceCount", "_cuda_init")  # functions of torch._C after which forked processes cannot use CUDA
+_askers: list[str] = []  # the places in the code that called one of them, in this process or the one that forked it
+
+
+def will_fork() -> None:
+    """Keep this process fit to be forked: it makes no OpenMP pool, and notes who asks CUDA's driver."""
+    import torch
+
+    torch.set_num_threads(1)
+    _note_askers()
+
+
+@cache
+def _note_askers() -> None:
+    import torch
+
+    for name in _ASK:
+        if hasattr(torch._C, name):  # in builds with CUDA
+            setattr(torch._C, name, partial(_noted, getattr(torch._C, name)))
+
+
+def _noted(ask: Callable[[], object]) -> object:
+    import torch
+
+    own = (f"{Path(torch.__file__).parent}{os.sep}", __file__)
+    frames = [each for each in traceback.extract_stack() if not each.filename.startswith(own)]
+    _askers.append(f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "an unknown place")
+    return ask()
+
+
+def leave_bad_fork(program: Sequence[str]) -> None:
+    """Replace this forked process by ``program`` if the one that forked it had asked CUDA's driver before.
+
+    CUDA refuses such a process. The new program keeps its number, its environment and its pipes, by which the forking
+    process learns of its end.
+    """
+    import torch
+
+    if not torch.cuda._is_in_bad_fork():
+        return
+    _logger.warning(
+        "CUDA was asked before this process was forked, by %s: it starts again by itself, which takes some seconds. "
+        "Ask in Recipe.model, not where a module is imported.",
+        _askers[0] if _askers else "a library",
+    )
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the descriptor of the listing itself
+            if stat.S_ISFIFO(os.fstat(int(entry.name)).st_mode):
+                os.set_inheritable(int(entry.name), True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(program[0], [*program])
 
 
 @contextmanager

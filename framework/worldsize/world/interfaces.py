@@ -8,6 +8,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from worldsize.devices import backend_names
+
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface, netdevice(7)
 
 
@@ -30,16 +32,18 @@ def interface_of(address: str) -> str | None:
 def missing_interfaces(named: str, backend: str) -> list[str]:
     """Return the interfaces in ``named`` that this host lacks; ``named`` is a list in the syntax of ``backend``.
 
-    Gloo takes comma-separated names. NCCL takes comma-separated prefixes; a leading "=" makes them exact names, and a
-    leading "^" excludes them.
+    Gloo takes comma-separated names. NCCL, also beside gloo, takes comma-separated prefixes; a leading "=" makes them
+    exact names, and a leading "^" excludes them.
     """
     there = [name for _, name in socket.if_nameindex()]
-    if backend != "nccl":
+    if "nccl" not in backend_names(backend):
         return [name for name in named.split(",") if name not in there]
     if named.startswith("^"):
         return []
-    prefixes = named.removeprefix("=").split(",")
-    return [each for each in prefixes if not any(name.startswith(each) for name in there)]
+    sign = "=" if named.startswith("=") else ""
+    return [
+        each for each in named.removeprefix("=").split(",") if not any(_allows(sign + each, name) for name in there)
+    ]
 
 
 def _address(interface: str) -> str | None:
@@ -66,7 +70,27 @@ def _speed(interface: str) -> float | None:
 
 
 def variables(backend: str, interface: str | None, hca: str | None = None) -> dict[str, str]:
-    """Return the environment variables that bind ``backend`` to ``interface``, and NCCL to the adapters ``hca``."""
-    names = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
-    named = {names[backend]: interface} if interface and backend in names else {}
-    return {**named, **({"NCCL_IB_HCA": hca} if hca and backend == "nccl" else {})}
+    """Return the environment variables that bind collectives to ``interface``, and NCCL to the adapters ``hca``.
+
+    Gloo is bound with every backend: processes agree on checkpoints through it. In a run with NCCL, whose lists gloo
+    does not read, it uses the first interface of this host that NCCL may use.
+    """
+    uses_nccl = "nccl" in backend_names(backend)
+    of_gloo = _first_of_nccl(interface) if interface and uses_nccl else interface
+    bound = {"GLOO_SOCKET_IFNAME": of_gloo, "NCCL_SOCKET_IFNAME": interface if uses_nccl else None}
+    bound["NCCL_IB_HCA"] = hca if uses_nccl else None
+    return {name: value for name, value in bound.items() if value}
+
+
+def _first_of_nccl(named: str) -> str | None:
+    """Return the first interface with an IPv4 address in a list in NCCL's syntax; None: this host has none."""
+    return next((name for name in interfaces() if _allows(named, name)), None)
+
+
+def _allows(named: str, name: str) -> bool:
+    """Return whether the list ``named``, in NCCL's syntax, includes the interface ``name``."""
+    listed = named.lstrip("^=").split(",")
+    is_listed = name in listed if "=" in named[:2] else name.startswith(tuple(listed))
+    if named.startswith("^"):
+        return not is_listed and not name.startswith(("lo", "docker"))  # which NCCL does not take unless they are named
+    return is_listed

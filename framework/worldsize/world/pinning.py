@@ -218,10 +218,14 @@ def visible_gpus(machine: MachineTopology, environ: Mapping[str, str], processes
 
 
 def cuda_gpus(processes: int) -> list[str]:
-    """Return the PCI addresses of the GPUs of the processes of this machine, as CUDA numbers them."""
+    """Return the PCI addresses of the GPUs of the processes of this machine, as CUDA numbers them.
+
+    Where each process sees its own alone, as with ``srun --gpus-per-task=1``, the others count as near the same one.
+    """
     import torch
 
-    properties: list[Any] = [torch.cuda.get_device_properties(index) for index in range(processes)]
+    indices = [0] * processes if torch.cuda.device_count() == 1 else range(processes)
+    properties: list[Any] = [torch.cuda.get_device_properties(index) for index in indices]
     return [f"{each.pci_domain_id:04x}:{each.pci_bus_id:02x}:{each.pci_device_id:02x}.0" for each in properties]
 
 

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 from worldsize.core import Cluster, ConfigError, Role, World
+from worldsize.devices import device_count
 from worldsize.world.environments import Placement, host_name
 from worldsize.world.pinning import pin_process
 from worldsize.world.roles import heals, role_of, role_ranks
@@ -169,11 +170,12 @@ def device_of(placement: Placement, cluster: Cluster) -> torch.device:
     """Return the device of this process; an accelerator, chosen by local rank, becomes the current one."""
     if cluster.device == "cpu":
         return torch.device("cpu")
-    device = torch.device(cluster.device, placement.local_rank)
+    index = 0 if device_count(cluster.device) == 1 else placement.local_rank  # srun --gpus-per-task=1 shows one to each
+    device = torch.device(cluster.device, index)
     if cluster.device == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.accelerator.set_device_index(placement.local_rank)
+        torch.accelerator.set_device_index(index)
     return device
 
 
@@ -183,7 +185,8 @@ def _let_torch_record(*, debug: bool) -> None:
         os.environ.update(NCCL_DEBUG="INFO", TORCH_DISTRIBUTED_DEBUG="INFO")
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives that torch's flight recorder keeps
-    os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")  # its dump is a pickle; see worker/flight.py
+    for name in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):  # NCCL's watchdog reads the second
+        os.environ.setdefault(name, "0")  # its dump is a pickle; see worker/flight.py
 
 
 def _join(placement: Placement, cluster: Cluster, device: torch.device, gang: Sequence[int]) -> None:

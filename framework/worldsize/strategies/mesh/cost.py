@@ -11,6 +11,7 @@ from worldsize.cost.collectives import (
     message_seconds,
     ring_all_reduce_seconds,
 )
+from worldsize.devices import backend_for
 from worldsize.strategies.mesh.layout import Layout
 
 
@@ -30,7 +31,8 @@ def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches
     blocks, near = work.blocks / layout.pipeline, link(cluster, "node")
     reduced = 4 * blocks * count * work.boundary_bytes
     passed = 0.0 if layout.pipeline == 1 else 2 * count * work.boundary_bytes
-    on_cpu = cluster.backend == "gloo"  # its reduce-scatter is an all-reduce, and does not overlap
+    # gloo's reduce-scatter is an all-reduce, and does not overlap
+    on_cpu = backend_for(cluster.backend, cluster.device) == "gloo"
     gathers = (2 if layout.pipeline == 1 else 1) + (2 if on_cpu else 1)
     waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, layout.tensor, near)
     if layout.pipeline > 1:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from worldsize.collectives.connecting import connect
 from worldsize.core import RunContext
+from worldsize.devices import backend_for
 from worldsize.strategies.mesh.edges import Edges, neighbours
 from worldsize.strategies.mesh.layout import AXES, Layout, along
 
@@ -54,7 +55,7 @@ class MeshGroups:
 
         ``is_ring``: ranks have several stages, so that the last one sends to the first one, too.
         """
-        if not (self.interruptible and dist.get_backend() == "gloo"):
+        if not (self.interruptible and backend_for(dist.get_backend(), self.context.world.device.type) == "gloo"):
             return None
         groups = {pair: self.of(sorted(pair)) for pair in neighbours(self.layout.pipeline, is_ring=is_ring)}
         return Edges(self.coordinate["pipeline"], {pair: each for pair, each in groups.items() if each is not None})
@@ -75,6 +76,6 @@ class MeshGroups:
     def _bound(self, group: ProcessGroup) -> None:
         """Let waits in a new group of gloo end as early as those in that of all ranks; torch gives it half an hour."""
         everyone, cpu = self.context.world.group, torch.device("cpu")
-        if self.interruptible and everyone is not None and dist.get_backend(everyone) == "gloo":
+        if self.interruptible and everyone is not None and backend_for(dist.get_backend(everyone), "cpu") == "gloo":
             dist.set_timeout(everyone._get_backend(cpu).options._timeout, group)
             connect([group])

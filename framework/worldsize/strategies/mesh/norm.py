@@ -16,7 +16,7 @@ from worldsize.collectives.gather_full import whole
 from worldsize.collectives.per_rank import local
 from worldsize.collectives.step_timer import wait
 from worldsize.core import World
-from worldsize.strategies.clipping import clip_factor
+from worldsize.strategies.clipping import aligned_norm, clip_factor
 from worldsize.strategies.mesh.layout import axis_of
 
 
@@ -87,7 +87,7 @@ class WholeNorm:
         """Return the norm of the gradient of each of ``parameters``, those of all stages, that has one: (n,)."""
         spare = {id(each) for each in self.spare}
         norms = {
-            place: torch._foreach_norm([whole(own.grad) if isinstance(own.grad, DTensor) else own.grad])[0]
+            place: aligned_norm(whole(own.grad) if isinstance(own.grad, DTensor) else own.grad)
             for place, own in enumerate(parameters)
             if own.grad is not None and id(own) not in spare
         }

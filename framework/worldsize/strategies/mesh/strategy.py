@@ -22,6 +22,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.strategies.alone import alone
+from worldsize.strategies.compiled import refuse_graphs
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.hook_trial import refuse_mixing_hooks
 from worldsize.strategies.mesh.cost import mesh_cost
@@ -104,6 +105,7 @@ class Mesh(Strategy):
         return PipelineSchedule(self.pipeline, self.schedule, self.stages_per_rank, self.split)
 
     def check_numerics(self, numerics: Numerics) -> None:
+        refuse_graphs(numerics, strategy="Mesh")
         if numerics.precision == "fp16":
             raise ConfigError("precision=fp16 needs a loss scale that all stages agree on. Set precision=bf16.")
         if numerics.precision == "fp8" and self.tensor > 1:

@@ -1,0 +1,106 @@
+"""CUDA can be used in every process that is forked, or the process starts again by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.own_recipe import write_recipe
+
+REPOSITORY = Path(__file__).parents[2]
+
+ASKS = """
+import torch
+from recipes.digits.recipe import Digits
+
+IS_FAST = torch.cuda.is_available()
+
+class Asks(Digits):
+    pass
+"""
+
+# CUDA is asked before a fork; the child replaces itself by a program, which the parent hears and ends
+REPLACED = """
+import multiprocessing.connection, os, sys
+from multiprocessing import get_context
+import torch
+from worldsize.messages import show_messages
+from worldsize.world.fork import leave_bad_fork, will_fork
+
+show_messages()
+will_fork()
+torch._C._cuda_getDeviceCount()
+begun, ended = os.pipe(), os.pipe()
+program = "import os, sys; os.write(int(sys.argv[1]), b'%d' % os.getpid()); os.read(int(sys.argv[2]), 1); sys.exit(7)"
+body = [sys.executable, "-c", program, str(begun[1]), str(ended[0])]
+process = get_context("fork").Process(target=leave_bad_fork, args=(body,))
+process.start()
+assert os.read(begun[0], 20) == b"%d" % process.pid, "the new program has another number"
+assert not multiprocessing.connection.wait([process.sentinel], 0), "it counts as ended"
+os.write(ended[1], b"!")
+process.join()
+assert process.exitcode == 7
+"""
+
+
+# torchao's kernels ask for the capability of the device where they are imported: workers start again by themselves
+ALLOWED = "torchao/prototype/mx_formats/kernels.py"
+
+
+def run(program: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_a_process_that_cuda_refuses_replaces_itself_and_is_waited_for(tmp_path: Path) -> None:
+    done = run(REPLACED, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "CUDA was asked before this process was forked, by <string>, line 10: it starts again" in done.stderr
+
+
+# a finished run again, with a plan that says cuda where its configuration says cpu: there is no GPU in the gate
+AGAIN = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from worldsize.config.recorded import read_settings
+from worldsize.launch.local import Local
+from worldsize.messages import show_messages
+from worldsize.records.run_directory import RunDirectory
+from worldsize.world.fork import will_fork
+
+show_messages()
+will_fork()
+run = RunDirectory(Path(sys.argv[1]))
+plan = read_settings(run).plan(run.path)
+print(Local().launch(replace(plan, cluster=replace(plan.cluster, device="cuda"))).wait().exit_reason)
+"""
+
+
+def test_workers_of_a_recipe_that_asks_cuda_at_its_import_train(tmp_path: Path, train: Any) -> None:
+    text = (REPOSITORY / "recipes" / "digits" / "conf" / "recipe" / "digits.yaml").read_text()
+    recipe = write_recipe(tmp_path, "asks", ASKS, asks=text.replace("digits.recipe.Digits", "asks.recipe.Asks"))
+    run_folder: Path = train("recipe=asks", "steps=1", "cluster.processes=2").folder
+    done = run(AGAIN, str(run_folder), folder=tmp_path)
+    assert done.stdout.endswith("completed\n"), done.stderr
+    for rank in range(2):
+        log = (run_folder / "logs" / f"worker_{rank:05d}.log").read_text()
+        assert f"by {recipe / 'recipe.py'}, line 5: it starts again by itself" in log
+
+
+@pytest.mark.heavy
+def test_no_recipe_optimizer_or_command_asks_cuda_before_it_forks(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.world.forks"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("bad fork") and ALLOWED not in line] == []
+    ended = [line for line in lines if line.startswith("ended")]
+    assert len(ended) == 17
+    without_gpu = "cluster.device=cuda"  # the plan measures on a GPU, and there is none
+    assert [line for line in ended if not line.startswith("ended: 0:") and without_gpu not in line] == [], done.stderr
