@@ -189,6 +189,7 @@ def _attention(
 
 def _distributed() -> Sequence[Patch]:
     import worldsize.strategies.ddp as own
+    from worldsize.collectives import staged
 
     wrapped: Any = DistributedDataParallel._ddp_init_helper
 
@@ -223,6 +224,7 @@ def _distributed() -> Sequence[Patch]:
         (DistributedDataParallel, "_ddp_init_helper", wrap),
         (dist, "_register_comm_hook", register_hook),
         (fsdp_init, "_move_states_to_device", _nothing),
+        (staged, "Future", lambda **_: Future()),  # torch for CPUs makes none for a stream
     ]
 
 
