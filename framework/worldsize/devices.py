@@ -154,6 +154,6 @@ def queued(device: torch.device) -> Callable[[], None]:
 
     if device.type == "cuda":
         done = torch.cuda.current_stream(device).record_event()
-        return done.synchronize
+        return lambda: done.synchronize()
     synchronize(device)
     return lambda: None

@@ -109,7 +109,6 @@ ALLOWED: Mapping[tuple[str, str], tuple[int, str]] = {
     ("step", "strategies/loss_weights.py scale_gradients"): (2, _OFFLOADED),
     ("first steps", "strategies/unit_gradients.py _complete_last.complete"): (28, _OFFLOADED),
     ("step", "strategies/unit_gradients.py _complete_last.complete"): (28, _OFFLOADED),
-    ("save", "devices.py synchronize_stream of checkpoints/save.py Saver._copied"): (1, "the copies are complete"),
     ("save", "strategies/model_replica.py ModelReplica.state"): (2, _STATE),
     ("load", "strategies/model_replica.py ModelReplica.state"): (2, _STATE),
 }

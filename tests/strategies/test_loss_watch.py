@@ -76,16 +76,20 @@ class AloneByNumber(Loop):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         outputs: Tensor = model(batch[0])
         if dist.is_initialized() and dist.get_world_size() > 1:
-            outputs = torch.cat(distributed.all_gather(outputs))
+            outputs = torch.cat(distributed.all_gather(outputs))  # type: ignore[no-untyped-call]
         loss: Tensor = super().loss(model, batch) + 0.1 * outputs.mean().square()
         return loss
 
 
+def _everybody() -> Any:
+    return dist.group.WORLD
+
+
 FUNCTIONAL = (
-    Functional(lambda outputs: funcol.all_reduce(outputs, "sum", dist.group.WORLD or "")),
-    Functional(lambda outputs: funcol.broadcast(outputs, 0, dist.group.WORLD or "")),
-    Functional(lambda outputs: torch.cat(distributed.all_gather(outputs))),
-    Functional(lambda outputs: distributed.all_reduce(outputs.clone())),
+    Functional(lambda outputs: funcol.all_reduce(outputs, "sum", _everybody())),
+    Functional(lambda outputs: funcol.broadcast(outputs, 0, _everybody())),
+    Functional(lambda outputs: torch.cat(distributed.all_gather(outputs))),  # type: ignore[no-untyped-call]
+    Functional(lambda outputs: distributed.all_reduce(outputs.clone())),  # type: ignore[no-untyped-call]
 )
 
 

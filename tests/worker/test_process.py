@@ -16,6 +16,7 @@ import torch
 
 from worldsize.core import Cluster
 from worldsize.records.manifest import write_manifest
+from worldsize.records.redaction import Scrubber
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, view
 from worldsize.worker import process
@@ -110,7 +111,7 @@ def test_a_full_gpu_names_what_takes_less_memory(tmp_path: Path) -> None:
     try:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     except torch.OutOfMemoryError as error:
-        process._write_error(run, run.error("worker", 0), error)
+        process._write_error(run, run.error("worker", 0), error, Scrubber(()))
     text = json.loads(run.error("worker", 0).read_text())["traceback"]
     assert "Tried to allocate 2.00 GiB" in text
     for remedy in ("logical_ranks", "precision=bf16", "activation_checkpointing=full", "strategy=fsdp"):

@@ -72,21 +72,21 @@ class OwnedSteps:
 
     def _exchange(self) -> None:
         """Send this rank's parameters to the others, and receive theirs; small ones of one owner in one message."""
-        messages: dict[tuple[object, ...], list[Tensor]] = {}
+        messages: dict[tuple[int, object], list[Tensor]] = {}
         for place, each in enumerate(all_parameters(self._optimizer)):
             owner = self._owners.get(id(each))
             if each.requires_grad and owner is not None:
-                kind = (each.dtype, each.device) if each.nbytes <= _SMALL else (place,)
-                messages.setdefault((owner, *kind), []).append(each.detach())
+                kind = (each.dtype, each.device) if each.nbytes <= _SMALL else place
+                messages.setdefault((owner, kind), []).append(each.detach())
         flights = []
-        for (owner, *_), parts in messages.items():
+        for (owner, _), parts in messages.items():
             sent = parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
             work = started(dist.broadcast(sent, group=self._world.group, group_src=owner, async_op=True))
             flights.append((work, sent, parts))
         for work, sent, parts in flights:
             wait(work)
             if len(parts) > 1:
-                received = sent.split([part.numel() for part in parts])
+                received = torch.split(sent, [part.numel() for part in parts])
                 torch._foreach_copy_(parts, [own.view(part.shape) for own, part in zip(received, parts, strict=True)])
 
     def _owns(self, parameter: Tensor) -> bool:
