@@ -133,7 +133,11 @@ def test_functional_collectives_of_a_loss_are_refused_as_others_are() -> None:
 
 
 @_DEPRECATED
-@pytest.mark.parametrize("recipe", [Gathered(), AloneByNumber(), *FUNCTIONAL], ids=str)
+@pytest.mark.parametrize(
+    "recipe",
+    [Gathered(), AloneByNumber(), *FUNCTIONAL],
+    ids=["gathered", "by number", "functional sum", "broadcast", "differentiable gather", "differentiable sum"],
+)
 def test_one_process_refuses_the_exchange_that_a_loss_leaves_out_when_it_is_alone(recipe: Recipe) -> None:
     alone = World.alone(torch.device("cpu"))
     said = refusal(Single(reduce="ordered"), alone, 4, recipe)
