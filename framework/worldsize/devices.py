@@ -5,9 +5,6 @@ Torch is imported inside the functions, since it takes seconds and the configura
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from worldsize.errors import ConfigError, neighbours
@@ -92,29 +89,6 @@ def backend_for(backend: str, kind: str) -> str:
     """
     by_kind = dict(part.rpartition(":")[::2] for part in backend.lower().split(","))
     return by_kind.get(kind, by_kind.get("", ""))
-
-
-@contextmanager
-def gpus_hidden() -> Iterator[None]:
-    """Hide NVIDIA's GPUs from torch within the context, for a step of an optimizer on the CPU.
-
-    Most optimizers of torch ask for the current stream of a GPU that is there, which starts CUDA: processes that are
-    forked from this one later could not use it. Where CUDA has been started, nothing is hidden.
-    """
-    import torch
-
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield
-        return
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def is_accelerator(device: torch.device) -> bool:

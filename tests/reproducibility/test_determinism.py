@@ -21,7 +21,7 @@ def _flags_kept() -> Iterator[None]:
 
 
 def test_the_same_bits_on_a_gpu_leave_flash_attention_and_fill_no_memory() -> None:
-    """Of the fused kernels only flash attention has a backward pass that torch can make deterministic."""
+    """Torch has a deterministic backward pass for flash attention, and for no other fused kernel."""
     Determinism("deterministic", deterministic=True).apply("cuda")
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]

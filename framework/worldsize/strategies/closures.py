@@ -7,8 +7,8 @@ import re
 from torch.optim import Optimizer
 
 from worldsize.core import ConfigError
-from worldsize.devices import gpus_hidden
 from worldsize.strategies.step_hooks import without_recipe_hooks
+from worldsize.world.fork import gpus_hidden
 
 
 def refuse_closures(optimizer: Optimizer) -> None:

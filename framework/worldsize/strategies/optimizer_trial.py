@@ -20,13 +20,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from worldsize.checkpoints.tree import split
 from worldsize.core import MultiUpdateRecipe, Recipe, StateDict
-from worldsize.devices import gpus_hidden
 from worldsize.optimizers.names import all_parameters
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.multi_train_state import optimizers_of
 from worldsize.strategies.step_hooks import enclose_steps, without_recipe_hooks
 from worldsize.strategies.substitution import substituted
 from worldsize.strategies.train_state import load_named_state, named_state, optimizer_of
+from worldsize.world.fork import gpus_hidden
 
 _STEPS = 6  # some algorithms begin with other steps
 _LENGTHS = (11, 7, 3, 3)  # odd, so that vectorized loops have a remainder

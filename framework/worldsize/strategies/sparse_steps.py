@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from worldsize.core import Cluster, ConfigError
-from worldsize.devices import backend_for, gpus_hidden
+from worldsize.devices import backend_for
 from worldsize.strategies.wrapping import sparse_embeddings
+from worldsize.world.fork import gpus_hidden
 
 
 def check_sparse_steps(model: nn.Module, optimizer: Optimizer) -> None:

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from worldsize.collectives.per_rank import local, zeros_like
 from worldsize.core import Recipe, StateDict
-from worldsize.devices import gpus_hidden
 from worldsize.errors import CheckpointError
 from worldsize.optimizers.counters import attributes_kept, counters_kept
 from worldsize.optimizers.names import all_parameters, named_by
@@ -27,6 +26,7 @@ from worldsize.optimizers.schedule_free import begin_training, has_begun, is_sch
 from worldsize.reproducibility.seeds import drawn_apart
 from worldsize.strategies.schedules import Schedule
 from worldsize.strategies.step_hooks import without_recipe_hooks
+from worldsize.world.fork import gpus_hidden
 
 
 class OptimizerState(ABC):

@@ -80,3 +80,26 @@ def ready_to_fork() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def gpus_hidden() -> Iterator[None]:
+    """Hide NVIDIA's GPUs from torch within the context, for a step of an optimizer on the CPU.
+
+    Most optimizers of torch ask for the current stream of a GPU that is there, which starts CUDA: processes that are
+    forked from this one later could not use it. Where CUDA has been started, nothing is hidden.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
