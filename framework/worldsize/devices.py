@@ -127,7 +127,13 @@ def queued(device: torch.device) -> Callable[[], None]:
     import torch
 
     if device.type == "cuda":
-        done = torch.cuda.current_stream(device).record_event()
-        return lambda: done.synchronize()
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(device))
+
+        def wait() -> None:
+            with torch.cuda.device(device):  # a new thread's is the first one
+                done.synchronize()
+
+        return wait
     synchronize(device)
     return lambda: None

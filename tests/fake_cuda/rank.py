@@ -89,6 +89,8 @@ def _run(words: Sequence[str], waits: Waits) -> list[str]:
         )
         timer = StepTimer(GPU)
         with timer.opened(), waits.mode, patch.object(Agreement, "reached", _go_on(Agreement.reached)):
+            named = {name: group.group_name for name, group in world.groups.items()}
+            waits.host_groups = frozenset(named[name] for name in named if name.startswith(("host/", "checkpoint/")))
             waits.phase = "loop"
             callbacks = LoopCallbacks(evaluate, lambda *_: None, save=save)
             fit(replica, _batches(settings, world, replica), world, config=config, callbacks=callbacks, timer=timer)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 OWN = ("/framework/worldsize/", "/plugins/", "/recipes/")
 _PASSED = ("collectives/exact.py", "devices.py")  # which wait for their caller, who is named, too
@@ -33,6 +36,8 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode, self.phase = mode, "build"
         self.counts: Counter[tuple[str, str, str]] = Counter()  # by phase, functions, kind
+        self.host_groups: frozenset[str] = frozenset()
+        """Names of the groups that exchange tensors in host memory; others refuse them, as NCCL does."""
         self._pinned: dict[int, Tensor] = {}  # by their memory, which they keep, so that no other gets its address
 
     def note(self, kind: str) -> None:
@@ -46,6 +51,8 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            self._check_reach(args)
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             if args[0].is_cuda:
                 self.note("item")
@@ -64,6 +71,14 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func is torch.ops.aten.copy_.default:
             self._copied(args[1], args[0], asynchronous=bool(kwargs.get("non_blocking") or args[2:3] == (True,)))
         return made
+
+    def _check_reach(self, args: Sequence[Any]) -> None:
+        leaves = tree_leaves(args)
+        boxes = [each for each in leaves if isinstance(each, torch.ScriptObject)]
+        groups = [ProcessGroup.unbox(each) for each in boxes if each._type().name() == "ProcessGroup"]
+        on_host = any(isinstance(each, Tensor) and each.device.type == "cpu" for each in leaves)
+        if on_host and any(group.group_name not in self.host_groups for group in groups):
+            raise RuntimeError("No backend type associated with device type cpu")
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         device = kwargs.get("device")

@@ -19,7 +19,7 @@ from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.core import Loss, MicroBatch, Reduction, RunContext, StepResult, World
 from worldsize.engine.training_metrics import TrainingMetrics, by_logical_rank
 from worldsize.engine.window import Window
-from worldsize.strategies.ddp import replicated
+from worldsize.strategies.ddp import DDP, replicated
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.loss_weights import weight_factor
@@ -158,6 +158,18 @@ def test_a_pass_without_effect_leaves_what_a_recipe_keeps_and_others_copy_nothin
 
     # two steps of three and of two batches, all of one logical rank; the second process computes one more each time
     assert run_in_worlds(counts, 2) == [({0: [6]}, []), ({0: [4]}, [0, 0])]
+
+
+def test_a_resumed_ddp_learns_the_order_of_gradients_without_a_change_of_what_a_recipe_keeps() -> None:
+    def counts(world: World) -> dict[int, list[int]]:
+        recipe = Remembering()
+        replica = DDP().replica(recipe, RunContext(world))
+        assert isinstance(replica, SynchronousReplica)
+        replica.reducer.resumed()
+        replica.reducer.run(batches(range(world.rank, 4, world.size)), replica._backward)
+        return recipe.counts
+
+    assert run_in_worlds(counts, 2) == [{0: [2]}] * 2  # one for each of two batches
 
 
 def test_uneven_shards_have_the_bits_of_any_other_strategy_in_the_fixed_tree() -> None:

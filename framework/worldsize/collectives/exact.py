@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from worldsize.collectives.step_timer import started, wait
 from worldsize.core import World
+from worldsize.devices import on_device
 
 Sums = Mapping[str, tuple[Tensor, Tensor]]
 _BITS, _MASK = 32, 2**32 - 1  # of a limb to which nothing has been added yet
@@ -28,23 +29,30 @@ _UNIT = 1 << 1074  # 1.0 in units of the smallest float64
 _FRACTION, _SPECIAL = 52, 0x7FF  # of a float64: bits of its fraction; the exponent of infinities and NaN
 
 
-def _host_group(world: World) -> ProcessGroup | None:
-    """Return the group of this role for tensors in host memory, which need not wait for the device."""
-    return world.groups.get(f"host/{world.role}", world.group)
+def _reachable(tensor: Tensor, world: World) -> tuple[Tensor, ProcessGroup | None]:
+    """Return the group for ``tensor``: in host memory, that of gloo, which need not wait for the device.
+
+    Ranks of a world that has no such group exchange a copy on the device.
+    """
+    if tensor.device.type == "cpu" != world.device.type:
+        group = world.groups.get(f"host/{world.role}")
+        return (tensor, group) if group else (on_device(tensor, world.device), world.group)
+    return tensor, world.group
 
 
 def start_all_reduce(table: Tensor, world: World) -> Callable[[], Tensor]:
-    """Start to sum ``table``, in host memory and of any shape, over all ranks, without the device.
+    """Start to sum ``table``, in host memory and of any shape, over all ranks.
 
-    Calling the result waits for the other ranks and returns the sums, in the same shape.
+    Calling the result waits for the other ranks and returns the sums, in the same shape, on the CPU.
     """
     if world.group is None:
         return lambda: table
-    work = started(dist.all_reduce(table, group=_host_group(world), async_op=True))
+    sums, group = _reachable(table, world)
+    work = started(dist.all_reduce(sums, group=group, async_op=True))
 
     def result() -> Tensor:
         wait(work)
-        return table
+        return sums.cpu()
 
     return result
 
@@ -56,9 +64,9 @@ def start_all_gather(part: Tensor, world: World) -> Callable[[], Tensor]:
     """
     if world.group is None:
         return part[None].cpu
-    parts = part.new_empty(world.size, *part.shape)
-    group = _host_group(world) if part.device.type == "cpu" else world.group
-    work = started(dist.all_gather_into_tensor(parts.view(-1), part.view(-1), group=group, async_op=True))
+    mine, group = _reachable(part, world)
+    parts = mine.new_empty(world.size, *part.shape)
+    work = started(dist.all_gather_into_tensor(parts.view(-1), mine.view(-1), group=group, async_op=True))
 
     def result() -> Tensor:
         wait(work)

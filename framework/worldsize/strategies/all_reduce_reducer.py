@@ -119,7 +119,7 @@ class AllReduceReducer(GradientReducer):
     def _discard(self, backward: Callable[[float], LossRecord]) -> None:
         """Run a pass whose gradients are discarded."""
         kept = [buffer.clone() for buffer in self._module.buffers()]
-        backward(1.0)
+        backward(0.0)
         check_reduced(self._module)
         self._module.zero_grad()
         for buffer, before in zip(self._module.buffers(), kept, strict=True):

@@ -138,4 +138,6 @@ class Errors:
         slot = torch.cat([self._undealt[first : first + size] for first, size in zip(firsts, sizes, strict=True)])
         self._slots[bucket] = slot, list(zip(firsts, torch.split(slot, sizes), strict=True))
         if dealt + length == self._length:
+            if self._undealt.is_cuda:  # a side stream may still read it
+                self._undealt.record_stream(torch.cuda.current_stream(self._device))
             self._undealt = None  # so that there is one copy

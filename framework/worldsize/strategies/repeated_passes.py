@@ -14,8 +14,8 @@ from worldsize.core import MicroBatch, Recipe, saves_state
 class RepeatedPasses:
     """Undoes what a dropped pass changes in the values that a recipe keeps.
 
-    Ranks that need equally many passes compute one without effect, and features are computed before the loss that
-    computes them again. Other passes cost nothing.
+    Ranks that need equally many passes compute one without effect, DDP learns the order of gradients from one, and
+    features are computed before the loss that computes them again. Other passes cost nothing.
     """
 
     def __init__(self, recipe: Recipe) -> None:

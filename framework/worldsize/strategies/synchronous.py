@@ -100,7 +100,7 @@ class SynchronousReplica(ModelReplica):
         return losses, metrics
 
     def _backward(self, batch: MicroBatch, scale: float) -> LossRecord:
-        with self._passes.dropped(batch) if scale == 0 else nullcontext():  # other ranks have one more
+        with self._passes.dropped(batch) if scale == 0 else nullcontext():
             return self._pass(batch, scale)
 
     def _pass(self, batch: MicroBatch, scale: float) -> LossRecord:

@@ -61,14 +61,15 @@ _OUT_OF_MEMORY = (
 
 
 def main() -> None:
-    """Run a process that torchrun, srun or mpirun has started."""
+    """Run a process that torchrun, srun or mpirun has started, or one that CUDA refused after its fork."""
     show_messages()
     run = RunDirectory(Path(sys.argv[1]).resolve())
+    watched = "WORLDSIZE_ATTEMPT" in os.environ  # a launching process keeps the record, and told the place
     try:
-        place = placement(os.environ, str(OmegaConf.select(OmegaConf.load(run.config), "cluster.environment")))
+        named = OmegaConf.select(OmegaConf.load(run.config), "cluster.environment")
+        place = placement(os.environ, "torchrun" if watched else str(named))
     except (WorldsizeError, OSError) as error:
         sys.exit(f"{error}")
-    watched = "WORLDSIZE_ATTEMPT" in os.environ  # a launching process keeps the record
     try:
         sys.exit(play(run, place) if place.rank or watched else _recorded(run, place))
     except Exception as error:

@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 _logger = logging.getLogger(__name__)
 
 _ASK = ("_cuda_getDeviceCount", "_cuda_init")  # functions of torch._C after which forked processes cannot use CUDA
-_askers: list[str] = []  # the places in the code that called one of them, in this process or the one that forked it
+_askers: list[str] = []  # the place in the code that called one of them first, in this process or one that forked it
 
 
 def will_fork() -> None:
@@ -31,14 +31,17 @@ def will_fork() -> None:
 def _note_askers() -> None:
     import torch
 
-    for name in _ASK:
-        if hasattr(torch._C, name):  # in builds with CUDA
-            setattr(torch._C, name, partial(_noted, getattr(torch._C, name)))
+    asked = {name: getattr(torch._C, name) for name in _ASK if hasattr(torch._C, name)}  # in builds with CUDA
+    for name, ask in asked.items():
+        setattr(torch._C, name, partial(_noted, ask, asked))
 
 
-def _noted(ask: Callable[[], object]) -> object:
+def _noted(ask: Callable[[], object], asked: Mapping[str, Callable[[], object]]) -> object:
+    """Note who asks first, and put torch's functions back."""
     import torch
 
+    for name, function in asked.items():
+        setattr(torch._C, name, function)
     own = (f"{Path(torch.__file__).parent}{os.sep}", __file__)
     frames = [each for each in traceback.extract_stack() if not each.filename.startswith(own)]
     _askers.append(f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "an unknown place")

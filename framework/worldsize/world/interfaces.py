@@ -84,7 +84,8 @@ def variables(backend: str, interface: str | None, hca: str | None = None) -> di
 
 def _first_of_nccl(named: str) -> str | None:
     """Return the first interface with an IPv4 address in a list in NCCL's syntax; None: this host has none."""
-    return next((name for name in interfaces() if _allows(named, name)), None)
+    allowed = [name for name in interfaces() if _allows(named, name)]
+    return named if named in allowed else next(iter(allowed), None)
 
 
 def _allows(named: str, name: str) -> bool:
