@@ -86,6 +86,7 @@ _STATE = "the state of torch's GradScaler is plain numbers"
 _COUNTS = "an optimizer's counts of steps are on the host, and are averaged once a round"
 _METRICS = "collectives/exact.py reduce_metrics of metrics/collector.py MetricCollector.reduce"
 _GATHERED = "a logged line waits once for all its numbers"
+_MESH = "ranks of a part of a mesh have no group of gloo"
 _OFFLOADED = "cpu_offload: the gradient is on the host before the optimizer is"
 # by phase and function: most waits of a run, which has 2 first steps, 2 others and 3 logged lines, and their reason
 ALLOWED: Mapping[tuple[str, str], tuple[int, str]] = {
@@ -97,6 +98,14 @@ ALLOWED: Mapping[tuple[str, str], tuple[int, str]] = {
     ("loop", "collectives/exact.py start_all_gather.result of engine/window.py LoggedStep.event"): (3, _GATHERED),
     ("loop", "engine/window.py LoggedStep.event"): (3, _GATHERED),
     ("evaluation", f"collectives/exact.py _on_host of {_METRICS}"): (2, "metrics are compared on the host"),
+    ("evaluation", f"collectives/exact.py start_all_reduce.result of {_METRICS}"): (1, _MESH),
+    (
+        "first steps",
+        "collectives/exact.py start_all_gather.result of strategies/agreed_losses.py AgreedLosses._exchange",
+    ): (
+        1,
+        _MESH,
+    ),
     ("first steps", "strategies/periodic/exchange.py beside"): (1, _COUNTS),
     ("step", "strategies/periodic/exchange.py beside"): (1, _COUNTS),
     ("save", "strategies/periodic/exchange.py beside"): (1, _COUNTS),

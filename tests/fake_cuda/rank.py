@@ -36,6 +36,7 @@ from worldsize.config.settings import Settings
 from worldsize.core import EvaluationBatches, MicroBatch, Replica, RunContext, StateDict, StepResult, World
 from worldsize.data.fetch import collate_of
 from worldsize.data.loader import micro_batches
+from worldsize.devices import backend_names
 from worldsize.engine.agreement import Agreement, Wishes
 from worldsize.engine.averaging import AveragedReplica
 from worldsize.engine.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
@@ -90,7 +91,9 @@ def _run(words: Sequence[str], waits: Waits) -> list[str]:
         timer = StepTimer(GPU)
         with timer.opened(), waits.mode, patch.object(Agreement, "reached", _go_on(Agreement.reached)):
             named = {name: group.group_name for name, group in world.groups.items()}
-            waits.host_groups = frozenset(named[name] for name in named if name.startswith(("host/", "checkpoint/")))
+            if "gloo" not in backend_names(settings.cluster.backend):
+                of_host = (name for name in named if name.startswith(("host/", "checkpoint/")))
+                waits.host_groups = frozenset(named[name] for name in of_host)
             waits.phase = "loop"
             callbacks = LoopCallbacks(evaluate, lambda *_: None, save=save)
             fit(replica, _batches(settings, world, replica), world, config=config, callbacks=callbacks, timer=timer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode, self.phase = mode, "build"
         self.counts: Counter[tuple[str, str, str]] = Counter()  # by phase, functions, kind
-        self.host_groups: frozenset[str] = frozenset()
-        """Names of the groups that exchange tensors in host memory; others refuse them, as NCCL does."""
+        self.host_groups: frozenset[str] | None = None
+        """Names of the groups that exchange tensors in host memory; others refuse them, as NCCL does. None: all do."""
         self._pinned: dict[int, Tensor] = {}  # by their memory, which they keep, so that no other gets its address
 
     def note(self, kind: str) -> None:
@@ -51,8 +51,8 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "c10d":
-            self._check_reach(args)
+        if func.namespace == "c10d" and self.host_groups is not None:
+            self._check_reach(args, self.host_groups)
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             if args[0].is_cuda:
                 self.note("item")
@@ -72,12 +72,13 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._copied(args[1], args[0], asynchronous=bool(kwargs.get("non_blocking") or args[2:3] == (True,)))
         return made
 
-    def _check_reach(self, args: Sequence[Any]) -> None:
+    def _check_reach(self, args: Sequence[Any], host_groups: Container[str]) -> None:
+        """Raise what torch raises where a tensor in host memory is given to a group without a backend for it."""
         leaves = tree_leaves(args)
         boxes = [each for each in leaves if isinstance(each, torch.ScriptObject)]
-        groups = [ProcessGroup.unbox(each) for each in boxes if each._type().name() == "ProcessGroup"]
+        groups = [ProcessGroup.unbox(each) for each in boxes if each._type().name() == "ProcessGroup"]  # type: ignore[attr-defined]
         on_host = any(isinstance(each, Tensor) and each.device.type == "cpu" for each in leaves)
-        if on_host and any(group.group_name not in self.host_groups for group in groups):
+        if on_host and any(group.group_name not in host_groups for group in groups):
             raise RuntimeError("No backend type associated with device type cpu")
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
