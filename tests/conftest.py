@@ -31,6 +31,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is impor
 # process that only distributes tests; threads of many small models would spin for the same few cores
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's background job; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 REPOSITORY = Path(__file__).parents[1]
 
 

@@ -71,15 +71,12 @@ class Numbers:
         return Stream() if split == "stream" else list(torch.arange(9.0))
 
 
-def settings(
-    *splits: str, schedule_metric: str | None = None, best: str | None = None, swept: str | None = None
-) -> Any:
+def settings(*splits: str, schedule_metric: str | None = None, best: str | None = None) -> Any:
     return SimpleNamespace(
         recipe=Numbers(),
         training=SimpleNamespace(evaluate_batch_size=4, seed=0, schedule_metric=schedule_metric),
         evaluation=SimpleNamespace(batches=None, splits=list(splits)),
         checkpoint=SimpleNamespace(keep=SimpleNamespace(best=best)),
-        config={"sweep": {"metric": swept}},
         average=None,
         early_stopping=SimpleNamespace(metric="validation/loss") if "validation" in splits else None,
     )
@@ -111,11 +108,9 @@ def test_a_metric_that_no_evaluation_has_is_refused_before_the_first_step(alone:
         tried(settings("test", schedule_metric="los"), alone)
     with pytest.raises(ConfigError, match="^checkpoint.keep.best=los: the evaluation has no metric 'los'; did"):
         tried(settings("test", best="test/los"), alone)
-    with pytest.raises(ConfigError, match="^sweep.metric=validation/los: the evaluation has no metric"):
-        tried(settings("test", "validation", swept="validation/los"), alone)
     with pytest.raises(ConfigError, match="^checkpoint.keep.best=ema/loss: the evaluation has no metric"):
         tried(settings("test", best="ema/loss"), alone)  # there is no average
-    tried(settings("test", best="loss", swept="test/loss"), alone)
+    tried(settings("test", best="loss"), alone)
     tried(settings("test", "stream", schedule_metric="stream/loss"), alone)  # a stream is not read
 
 

@@ -78,10 +78,9 @@ def try_evaluation(replica: Replica, data: EvaluationData, settings: Settings, p
         for split in tried:
             own = replica.evaluate(EvaluationBatches(partial(data.first_batch, split, part), split))
             metrics |= {metric_key(split, name): value for name, value in own.items()}
-    best, swept = settings.checkpoint.keep.best, settings.config["sweep"]["metric"]
     followed = {"schedule_metric": settings.training.schedule_metric}
-    for key, chosen in (("checkpoint.keep.best", best), ("sweep.metric", swept)):
-        followed[key] = None if chosen is None else metric_key(*split_of(chosen))
+    if best := settings.checkpoint.keep.best:
+        followed["checkpoint.keep.best"] = metric_key(*split_of(best))
     if rule := settings.early_stopping:
         followed["early_stopping.metric"] = rule.metric
     for key, name in followed.items():
