@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -37,15 +38,22 @@ def made(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def shard(rule: Rule) -> Shard:
+def halving(optimizer: torch.optim.Optimizer) -> Schedule:
+    return Schedule(torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> Schedule:
+    return Schedule(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0))
+
+
+def shard(rule: Rule, schedule: Callable[[torch.optim.Optimizer], Schedule] = halving) -> Shard:
     """Make a shard of one bucket and one table, with state in its optimizer and a schedule."""
     torch.manual_seed(1)
     model = nn.Linear(3, 5)
     optimizer = made(model)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     (buckets,) = plan_shards(dict(model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
     rows = Rows(TABLE, RowRule(seed=3), 0, update_of(optimizer, optimizer.param_groups[0], TABLE.name))
-    return Shard(ShardParameters(TrainState(model, optimizer, Schedule(schedule)), buckets, [rows], make=made), rule)
+    return Shard(ShardParameters(TrainState(model, optimizer, schedule(optimizer)), buckets, [rows], make=made), rule)
 
 
 def pushes(steps: int) -> list[Push]:
@@ -81,23 +89,50 @@ def tensors(on: Shard) -> dict[str, Tensor]:
     return split(on.state())[0]
 
 
+def copy_image(master: Shard, standby: Shard) -> None:
+    image, values = split(master.image())
+    standby.restore(join(values, {name: tensor.clone() for name, tensor in image.items()}))
+
+
+def assert_same(one: Shard, other: Shard) -> None:
+    mine, theirs = tensors(one), tensors(other)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_standby_that_comes_within_a_step_ends_with_the_bits_of_the_master(rule: str) -> None:
     master, standby = shard(RULES[rule]), shard(RULES[rule])
     before, after = pushes(3)[:13], pushes(3)[13:]  # 13: within the second step, and within a logical rank
     for push in before:
         trained(master, push)
-    image, values = split(master.image())
-    standby.restore(join(values, {name: tensor.clone() for name, tensor in image.items()}))
+    copy_image(master, standby)
     assert not standby.push(**before[-1])
     for push in after:
         trained(master, push)
         trained(standby, push)
     assert (standby.step, standby.updates, standby.closed) == (master.step, master.updates, master.closed)
     assert master.step == 3
-    mine, theirs = tensors(standby), tensors(master)
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert_same(standby, master)
+
+
+def test_a_standby_that_comes_after_an_evaluation_has_the_schedule_that_it_advanced() -> None:
+    master, standby = (shard(RULES["committed"], plateau) for _ in range(2))
+    gradients = iter(pushes(3))
+    for step, value in enumerate((1.0, 2.0), 1):  # the second is no better than the first
+        for push in islice(gradients, 2 * RANKS):
+            trained(master, push)
+        master.parameters.advance_schedule_by(value, step=step)
+    copy_image(master, standby)
+    assert standby.parameters.lr == 0.05
+    standby.parameters.advance_schedule_by(2.0, step=2)  # again, from a leader that saw no answer
+    for push in gradients:
+        trained(master, push)
+        trained(standby, push)
+    for each in (master, standby):
+        each.parameters.advance_schedule_by(1.5, step=3)
+        assert each.parameters.lr == 0.025
+    assert_same(standby, master)
 
 
 @pytest.mark.parametrize("seed", range(5))
