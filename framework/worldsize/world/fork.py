@@ -16,6 +16,7 @@ from pathlib import Path
 _logger = logging.getLogger(__name__)
 
 _ASK = ("_cuda_getDeviceCount", "_cuda_init")  # functions of torch._C after which forked processes cannot use CUDA
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _askers: list[str] = []  # the place in the code that called one of them first, in this process or one that forked it
 
 
@@ -87,7 +88,7 @@ def ready_to_fork() -> Iterator[None]:
 
 @contextmanager
 def gpus_hidden() -> Iterator[None]:
-    """Hide NVIDIA's GPUs from torch within the context, for a step of an optimizer on the CPU.
+    """Hide NVIDIA's and AMD's GPUs from torch within the context, for a step of an optimizer on the CPU.
 
     Most optimizers of torch ask for the current stream of a GPU that is there, which starts CUDA: processes that are
     forked from this one later could not use it. Where CUDA has been started, nothing is hidden.
@@ -97,12 +98,13 @@ def gpus_hidden() -> Iterator[None]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield
         return
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    before = {name: os.environ.get(name) for name in _VISIBLE}
+    os.environ.update(dict.fromkeys(_VISIBLE, ""))
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
