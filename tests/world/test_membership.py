@@ -27,9 +27,11 @@ SECOND = Membership(2, (0, 2), (7, 7), {1: "killed by SIGKILL"})
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[MembershipChannel, Any]]:
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[MembershipChannel, Any]]:
+    """A channel, whose waits last 120 s unless a test is parametrized with other seconds, and its launcher's end."""
     ours, theirs = Pipe()
-    channel = MembershipChannel(theirs, patience=0.2, detection=0.2)
+    seconds = getattr(request, "param", 120.0)
+    channel = MembershipChannel(theirs, patience=seconds, detection=seconds)
     yield channel, ours
     channel.finish()  # else it would take this process for stuck when it waits in another test
     ours.close()
@@ -54,6 +56,7 @@ def test_a_membership_crosses_the_pipe(ends: tuple[MembershipChannel, Any]) -> N
     channel.check()
 
 
+@pytest.mark.parametrize("ends", [0.2], indirect=True)
 def test_whoever_was_a_member_waits_for_the_next_membership_no_longer_than_its_patience(
     ends: tuple[MembershipChannel, Any],
 ) -> None:
@@ -63,13 +66,15 @@ def test_whoever_was_a_member_waits_for_the_next_membership_no_longer_than_its_p
         channel.next(4)
 
 
+@pytest.mark.parametrize("ends", [0.2], indirect=True)
 def test_a_spare_waits_until_it_is_needed(ends: tuple[MembershipChannel, Any]) -> None:
     channel, launcher = ends
     threading.Timer(0.6, send, (launcher, SECOND.message())).start()
     assert channel.next(NEWCOMER) == SECOND
 
 
-def test_an_error_is_that_of_a_lost_peer_only_if_the_launching_process_says_so(
+@pytest.mark.parametrize("ends", [0.2], indirect=True)
+def test_an_error_is_not_that_of_a_lost_peer_if_the_launching_process_says_nothing(
     ends: tuple[MembershipChannel, Any],
 ) -> None:
     channel, launcher = ends
@@ -79,8 +84,14 @@ def test_an_error_is_that_of_a_lost_peer_only_if_the_launching_process_says_so(
     assert not channel.is_cause_of(RuntimeError("[gloo] Connection closed by peer"))
     assert time.monotonic() - begun >= 0.2
     assert receive(launcher) == {"lost": 1}
+
+
+def test_an_error_is_that_of_a_lost_peer_if_the_launching_process_says_so(ends: tuple[MembershipChannel, Any]) -> None:
+    channel, launcher = ends
+    channel.begin(1, lambda: None)
     send(launcher, {"stop": 1})
     assert channel.is_cause_of(RuntimeError("[gloo] Connection closed by peer"))
+    assert receive(launcher) == {"lost": 1}
 
 
 def test_the_first_steps_of_a_membership_are_reported_once(ends: tuple[MembershipChannel, Any]) -> None:

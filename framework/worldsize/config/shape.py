@@ -176,6 +176,11 @@ def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMet
         for name, count in {"spares": cluster.spares, "spare_nodes": cluster.spare_nodes}.items():
             if count:
                 raise ConfigError(f"cluster.{name}={count}: nobody waits for them. Set strategy.on_failure=heal.")
+        if cluster.min_processes:
+            raise ConfigError(
+                f"cluster.min_processes={cluster.min_processes}: this run does not go on with fewer processes. Set "
+                "strategy.on_failure=heal, or leave the key out."
+            )
         return
     if cluster.spare_nodes and not launcher.heals_over_hosts:
         raise ConfigError(

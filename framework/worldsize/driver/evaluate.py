@@ -113,7 +113,8 @@ def _alter(cfg: DictConfig, path: Path, split: str | None) -> None:
     if split is not None:
         cfg.evaluation.splits = [split]
     if "on_failure" in cfg.strategy:  # nobody goes on with an evaluation: it is done again
-        cfg.strategy.on_failure, cfg.cluster.spares, cfg.cluster.spare_nodes, cfg.autoscale = "restart", 0, 0, None
+        cfg.strategy.on_failure, cfg.cluster.min_processes, cfg.autoscale = "restart", None, None
+        cfg.cluster.spares = cfg.cluster.spare_nodes = 0
     for key in {"max_restarts", "terminal_logs"} & cfg.launcher.keys():
         cfg.launcher[key] = 0 if key == "max_restarts" else False
 
