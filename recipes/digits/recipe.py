@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, final
@@ -78,6 +79,7 @@ def data_file() -> Path:
     return Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
 
 
+@cache
 def read_digits(path: Path) -> tuple[Tensor, Tensor]:
     """Read images float32 (1797, 1, 8, 8) in 0..1 and labels int64 (1797,)."""
     rows = torch.from_numpy(numpy.loadtxt(path, delimiter=",", dtype=numpy.float32))
