@@ -56,22 +56,22 @@ def opened() -> Iterator[list[Any]]:
         each.close()
 
 
-def leads(key: RunKey, port: int, *, count: int = 2, patience: float = 5.0) -> list[tuple[RemoteAgent, Any]]:
-    return gather(Node(0, count, HERE), port, key, patience=patience, silence=5.0)
+def leads(key: RunKey, port: int, *, count: int = 2, patience: float = 60.0) -> list[tuple[RemoteAgent, Any]]:
+    return gather(Node(0, count, HERE), port, key, patience=patience, silence=60.0)
 
 
 def test_hosts_that_are_known_to_be_absent_are_not_waited_for(key: RunKey, port: int, pool: ThreadPoolExecutor) -> None:
-    assert gather(Node(0, 2, HERE, ("gone",)), port, key, patience=60, silence=5.0) == []
+    assert gather(Node(0, 2, HERE, ("gone",)), port, key, patience=60, silence=60.0) == []
     came = pool.submit(follows, key, port, rank=1)
-    others = gather(Node(0, 4, HERE, ("gone", "lost")), port, key, patience=60, silence=5.0)
+    others = gather(Node(0, 4, HERE, ("gone", "lost")), port, key, patience=60, silence=60.0)
     assert [agent.rank for agent, _ in others] == [1]
     came.result().close()
     others[0][0].connection.close()
 
 
-def follows(key: RunKey, port: int, *, rank: int = 1, patience: float = 5.0) -> AgentConnection:
+def follows(key: RunKey, port: int, *, rank: int = 1, patience: float = 60.0) -> AgentConnection:
     facts = {"node": rank, "host": f"host-{rank}"}
-    return reach(Node(rank, 9, HERE), port, key, patience=patience, silence=5.0, facts=facts)
+    return reach(Node(rank, 9, HERE), port, key, patience=patience, silence=60.0, facts=facts)
 
 
 def dialed(port: int, opened: list[Any]) -> socket.socket:
@@ -163,7 +163,7 @@ def test_a_proof_of_the_leader_is_not_one_of_a_follower(
     key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="worldsize")
-    leader = pool.submit(leads, key, port, patience=1.0)
+    leader = pool.submit(leads, key, port, patience=3.0)
     first, second = dialed(port, opened), dialed(port, opened)
     first.sendall(hello(1, bytes(32)))
     nonce = received(first, ANSWER)[:32]
@@ -213,7 +213,7 @@ def test_a_proof_that_is_sent_again_is_refused(
     key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any]
 ) -> None:
     with socket.create_server((HERE, 0)) as listener:
-        leader = pool.submit(leads, key, port, count=3, patience=2.0)
+        leader = pool.submit(leads, key, port, count=3, patience=3.0)
         follower = pool.submit(follows, key, listener.getsockname()[1])
         relay = Relay(listener, port, opened)
         facts = relay.facts()
@@ -232,7 +232,7 @@ def test_what_the_leader_has_said_to_a_follower_is_nothing_to_it_later(
     key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any]
 ) -> None:
     with socket.create_server((HERE, 0)) as listener:
-        leader = pool.submit(arrivals, Node(0, 2, HERE), port, key, patience=5.0, silence=5.0)
+        leader = pool.submit(arrivals, Node(0, 2, HERE), port, key, patience=60.0, silence=60.0)
         follower = pool.submit(follows, key, listener.getsockname()[1])
         relay = Relay(listener, port, opened)
         relay.admit(relay.facts())
@@ -250,7 +250,7 @@ def test_a_follower_that_is_announced_as_another_node_notices(
     key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any]
 ) -> None:
     with socket.create_server((HERE, 0)) as listener:
-        leader = pool.submit(arrivals, Node(0, 3, HERE), port, key, patience=1.0, silence=5.0)
+        leader = pool.submit(arrivals, Node(0, 3, HERE), port, key, patience=3.0, silence=60.0)
         follower = pool.submit(follows, key, listener.getsockname()[1], rank=1)
         connection, _ = listener.accept()
         opened.append(connection)
@@ -268,7 +268,7 @@ def test_whoever_passes_a_handshake_on_can_say_nothing_of_its_own(
 ) -> None:
     with socket.create_server((HERE, 0)) as listener:
         node = Node(0, 3, HERE)
-        leader = pool.submit(arrivals, node, port, key, patience=1.0, silence=5.0)
+        leader = pool.submit(arrivals, node, port, key, patience=3.0, silence=60.0)
         follower = pool.submit(follows, key, listener.getsockname()[1], patience=0.0)
         relay = Relay(listener, port, opened)
         facts = relay.facts()
@@ -302,7 +302,7 @@ def test_an_agent_of_another_run_is_refused_by_both_ends(
 ) -> None:
     caplog.set_level("INFO", logger="worldsize")
     other = RunKey(key.run_id, b"1" * 64) if wrong == "secret" else RunKey("another", key.secret)
-    leader = pool.submit(leads, key, port, patience=1.0)
+    leader = pool.submit(leads, key, port, patience=3.0)
     with pytest.raises(WorldsizeError, match="not of this run: it does not prove to be the leader"):
         follows(other, port)
     with pytest.raises(WorldsizeError, match=r"nodes \[1\] of 2 did not come"):
@@ -314,9 +314,9 @@ def test_a_node_that_is_not_expected_is_refused(
     key: RunKey, port: int, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="worldsize")
-    leader = pool.submit(arrivals, Node(0, 2, HERE), port, key, patience=1.0, silence=5.0)
+    leader = pool.submit(arrivals, Node(0, 2, HERE), port, key, patience=3.0, silence=60.0)
     with pytest.raises(WorldsizeError, match="does not answer"):
-        follows(key, port, rank=7, patience=0.5)
+        follows(key, port, rank=7, patience=3.0)
     assert leader.result() == []
     assert "it does not greet like a node of this run" in caplog.text
 
@@ -384,9 +384,9 @@ def crowd(port: int, opened: list[Any], count: int) -> None:
 def test_hosts_come_in_while_fifty_strangers_are_silent_or_send_garbage(
     key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any]
 ) -> None:
-    leader: Future[Any] = pool.submit(leads, key, port, count=3, patience=3.0)
+    leader: Future[Any] = pool.submit(leads, key, port, count=3)
     crowd(port, opened, 50)
-    opened += [pool.submit(follows, key, port, rank=rank, patience=2.0).result() for rank in (1, 2)]
+    opened += [pool.submit(follows, key, port, rank=rank).result() for rank in (1, 2)]
     agents = leader.result()
     opened += [agent.connection for agent, _ in agents]
     assert [agent.rank for agent, _ in agents] == [1, 2]
