@@ -26,11 +26,15 @@ CPU = torch.device("cpu")
 
 
 class Chosen(Contrast):
-    """Compares only the inputs with positive sums, with a summed loss and its weight; encoders drop values."""
+    """Compares only the inputs with positive sums, with a summed loss and its weight; encoders drop values.
+
+    The loss normalizes the features of everyone, which moves statistics, too.
+    """
 
     def net(self) -> nn.Module:
         model: Any = super().net()
         model.inputs = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+        model.head = nn.BatchNorm1d(3)
         net: nn.Module = model
         return net
 
@@ -41,7 +45,7 @@ class Chosen(Contrast):
 
     def feature_loss(self, model: nn.Module, features: Features, batch: Any) -> Any:
         weight = torch.tensor(float(features.own[0].stop - features.own[0].start))
-        kept = nn.functional.dropout(features.everyone[0], 0.2)
+        kept = nn.functional.dropout(model.head(features.everyone[0]), 0.2)  # type: ignore[operator]
         everyone = (kept, *features.everyone[1:])
         return super().feature_loss(model, Features(everyone, features.own), batch) * weight, weight
 
@@ -65,10 +69,14 @@ def plain(recipe: Chosen) -> tuple[nn.Module, float]:
     ends = torch.tensor([len(part[0]) for part in parts]).cumsum(0).tolist()
     everyone = [torch.cat(each) for each in zip(*parts, strict=True)]
     sums: Any = []
-    for batch, part, end in zip(batches_of(recipe), parts, ends, strict=True):
+    for batch, part, end, change in zip(batches_of(recipe), parts, ends, changes, strict=True):
         torch.manual_seed(batch.seed + 1)
         total, weight = recipe.feature_loss(model, Features(everyone, [slice(end - len(part[0]), end)] * 3), batch.data)
         sums.append((total, weight))
+        for name, each in model.named_buffers():
+            if name.startswith("head."):
+                change[name] = each.clone()
+                each.data.copy_(first[name])
     loss: Any = sum(total for total, _ in sums) / sum(weight for _, weight in sums)
     loss.backward()
     optimizer.step()

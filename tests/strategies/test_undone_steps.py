@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from worldsize.core import Reduction
+from tests.strategies.test_gathered_features import Chosen, batches_of
+from worldsize.checkpoints.tree import split
+from worldsize.core import Reduction, RunContext, World
 from worldsize.strategies.ddp import DDP
+from worldsize.strategies.gathered_features import GatheredFeatures
 from worldsize.testing.contract import StrategyContract
+from worldsize.testing.worlds import run_in_worlds
 
 
 @pytest.mark.parametrize("reduce", ["ordered", "flat"])
@@ -15,3 +19,24 @@ def test_a_step_that_ends_before_its_update_changes_nothing(reduce: Reduction) -
         strategy = DDP(reduce=reduce, on_failure="heal")
 
     Healing().test_a_step_that_ends_before_its_update_changes_nothing()
+
+
+@pytest.mark.parametrize("reduce", ["ordered", "flat"])
+def test_a_step_that_ends_before_its_first_pass_does_not_undo_the_one_before(
+    reduce: Reduction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(world: World) -> list[str]:
+        replica = DDP(reduce=reduce, on_failure="heal").replica(Chosen(), RunContext(world, logical_ranks=2))
+        batches = [batches_of(Chosen())[world.rank]]
+        replica.step(batches)
+        before = {name: each.clone() for name, each in split(replica.state())[0].items()}
+        monkeypatch.setattr(GatheredFeatures, "gather", lost)
+        with pytest.raises(ConnectionError):
+            replica.step(batches)
+        after = split(replica.state())[0]
+        return [name for name, each in before.items() if not each.equal(after[name])]
+
+    def lost(*_: object) -> None:
+        raise ConnectionError
+
+    assert run_in_worlds(body, 2) == [[], []]

@@ -104,6 +104,9 @@ class AllReduceReducer(GradientReducer):
     def undo(self) -> None:
         self._buffers.undo()
 
+    def commit(self) -> None:
+        self._buffers.commit()
+
     def _settle(self, backward: Callable[[float], LossRecord]) -> None:
         """Let DDP rebuild its buckets, as it does after its first pass.
 
@@ -119,11 +122,13 @@ class AllReduceReducer(GradientReducer):
     def _discard(self, backward: Callable[[float], LossRecord]) -> None:
         """Run a pass whose gradients are discarded."""
         kept = [buffer.clone() for buffer in self._module.buffers()]
-        backward(0.0)
-        check_reduced(self._module)
+        try:
+            backward(0.0)
+            check_reduced(self._module)
+        finally:  # also where a peer is lost in it
+            for buffer, before in zip(self._module.buffers(), kept, strict=True):
+                buffer.data.copy_(before)
         self._module.zero_grad()
-        for buffer, before in zip(self._module.buffers(), kept, strict=True):
-            buffer.copy_(before)
 
     def state(self) -> StateDict:
         return {} if self._hook is None else self._hook.state()

@@ -6,8 +6,8 @@ has the same bits at every number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, final
 
@@ -23,6 +23,8 @@ from worldsize.strategies.buffer_combinations import StepShape
 from worldsize.strategies.declared_buffers import buffer_slots
 from worldsize.strategies.loss_record import differentiable
 from worldsize.strategies.step_buffers import KeptBuffers
+
+_Repeated = Callable[[MicroBatch], AbstractContextManager[None]]
 
 
 @final
@@ -48,13 +50,23 @@ class GatheredFeatures:
         self,
         batches: Sequence[MicroBatch],
         shape: StepShape,
-        dropped: Callable[[MicroBatch], AbstractContextManager[None]],
+        dropped: _Repeated,
     ) -> None:
         """Prepare :meth:`loss` for the micro-batches of this process; all processes must call it.
 
-        ``dropped``: enters a forward pass, which :meth:`loss` repeats.
+        ``dropped``: enters a pass, which :meth:`loss` repeats.
         """
-        own = self._computed(batches, shape, dropped)
+        kept = KeptBuffers(buffer_slots(self._model))
+
+        @contextmanager
+        def repeated(batch: MicroBatch) -> Iterator[None]:
+            try:
+                with dropped(batch):
+                    yield
+            finally:
+                kept.restore()
+
+        own = self._computed(batches, shape, repeated)
         with phase("communication"):
             ends_kr = _counts(own, shape, self._device).cumsum(1).tolist()
             rows = []
@@ -66,7 +78,7 @@ class GatheredFeatures:
                 for index, ends_r in enumerate(ends_kr)
             ]
         self._own = {id(batch): slices for batch, slices in zip(batches, rows, strict=True)}
-        self._gradients = self._derivatives(batches, shape)
+        self._gradients = self._derivatives(batches, shape, repeated)
 
     def loss(self, batch: MicroBatch) -> Loss:
         """Return the loss of a micro-batch; its gradient includes the derivatives of all losses by these features."""
@@ -74,36 +86,33 @@ class GatheredFeatures:
         loss = self._loss(batch, self._features)
         return with_gradients(loss, features, self._gradients[id(batch)])
 
-    def _computed(
-        self,
-        batches: Sequence[MicroBatch],
-        shape: StepShape,
-        dropped: Callable[[MicroBatch], AbstractContextManager[None]],
-    ) -> list[Sequence[Tensor]]:
+    def _computed(self, batches: Sequence[MicroBatch], shape: StepShape, repeated: _Repeated) -> list[Sequence[Tensor]]:
         """Return the features of each micro-batch; ranks with fewer of them compute one again."""
-        kept = KeptBuffers(buffer_slots(self._model))
         own: list[Sequence[Tensor]] = []
         with torch.no_grad():
             for place in range(shape.passes):
                 batch = batches[min(place, len(batches) - 1)]
                 seed_generators(batch.seed, self._device)
-                with dropped(batch):
+                with repeated(batch):
                     own.append(self._call(partial(self._recipe.features, self._model, batch.data)))
-                kept.restore()
         return own[: len(batches)]
 
     def _loss(self, batch: MicroBatch, features: Sequence[Tensor]) -> Loss:
         seed_generators((batch.seed + 1) % 2**63, self._device)
         return self._recipe.feature_loss(self._model, Features(features, self._own[id(batch)]), batch.data)
 
-    def _derivatives(self, batches: Sequence[MicroBatch], shape: StepShape) -> dict[int, Sequence[Tensor | None]]:
+    def _derivatives(
+        self, batches: Sequence[MicroBatch], shape: StepShape, repeated: _Repeated
+    ) -> dict[int, Sequence[Tensor | None]]:
         """Return the derivatives of all losses of the step by the features of each micro-batch."""
         nodes = shape.nodes()
         counters = [Counter() for _ in set(nodes.values())]
         for place, node in nodes.items():
-            counters[node].add([self._call(partial(self._derivative, batches[place]))])
+            with repeated(batches[place]):
+                counters[node].add([self._call(partial(self._derivative, batches[place]))])
         for _ in range(shape.passes - len(batches)):  # others gather the model once more
-            self._call(partial(self._derivative, batches[0]))
+            with repeated(batches[0]):
+                self._call(partial(self._derivative, batches[0]))
         with phase("communication"):
             total_n = shape.total([counter.waiting[0][0] for counter in counters])
         trained = [each for each in self._features if each.is_floating_point()]

@@ -48,8 +48,11 @@ class GradientReducer(ABC):
         """Enter a step of several updates, each of which calls :meth:`run`."""
         return nullcontext()
 
+    def commit(self) -> None:  # noqa: B027 - most change nothing but gradients
+        """Keep what the last :meth:`run` has changed in the model: the update follows."""
+
     def undo(self) -> None:  # noqa: B027 - most change nothing but gradients
-        """Undo what the last :meth:`run` has changed in the model: its step has ended before the update.
+        """Undo what a :meth:`run` since the last :meth:`commit` has changed: the step has ended before its update.
 
         Only called where a gang heals, and only needed where survivors keep their own state: not by a strategy that
         ``shards_state``, whose state comes from copies.

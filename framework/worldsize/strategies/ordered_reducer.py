@@ -78,6 +78,9 @@ class OrderedReducer(GradientReducer):
     def undo(self) -> None:
         self._buffers.undo()
 
+    def commit(self) -> None:
+        self._buffers.commit()
+
     def _hold_places(self) -> None:
         """Give parameters that had a gradient in an earlier pass one that adds nothing, if DDP finds unused ones.
 

@@ -25,6 +25,8 @@ class RepeatedPasses:
     def dropped(self, batch: MicroBatch) -> Iterator[None]:
         """Compute a pass of ``batch`` that is repeated in the same step."""
         start = deepcopy(self._recipe.state(batch.logical_rank)) if self._has_state else None
-        yield
-        if self._has_state:
-            self._recipe.load_state(batch.logical_rank, start)
+        try:
+            yield
+        finally:
+            if self._has_state:
+                self._recipe.load_state(batch.logical_rank, start)

@@ -69,7 +69,7 @@ class BufferMean:
         self._skips_norms = skips_norms
         self._slots: Sequence[BufferSlot] | None = None  # found in the first step, when all rules are declared
         self._begun = 0  # steps
-        self._last: StepBuffers | None = None  # of the last step, as long as that may have to be undone
+        self._open: StepBuffers | None = None  # of a step that may have to be undone
 
     @contextmanager
     def step(self, batches: int) -> Iterator[StepBuffers]:
@@ -85,14 +85,18 @@ class BufferMean:
     def begin(self, batches: int) -> StepBuffers:
         """Begin a step of ``batches`` micro-batches on this rank."""
         buffers = self._step_buffers(batches)
-        self._last = buffers if self._logical_ranks is not None else None
+        self._open = buffers if self._logical_ranks is not None else None
         return buffers
 
+    def commit(self) -> None:
+        """Keep the values of the step: the update follows."""
+        self._open = None
+
     def undo(self) -> None:
-        """Restore the values before the last step if it ended before its update; only where a gang heals."""
-        if self._last is not None:
-            self._last.restore()
-            self._last = None
+        """Restore the values before a step that ends before its update; only where a gang heals."""
+        if self._open is not None:
+            self._open.restore()
+            self._open = None
 
     def _step_buffers(self, batches: int) -> StepBuffers:
         if self._slots is None:

@@ -72,6 +72,7 @@ class SynchronousReplica(ModelReplica):
         except BaseException:  # a gang that heals repeats the step
             self.reducer.undo()
             raise
+        self.reducer.commit()
         lr: float | None = self.optimizer.param_groups[0].get("lr")
         with phase("update"):
             norm, skipped, overflowed = self._stepped([self._part], self._parameters)

@@ -86,20 +86,24 @@ def changed_by_interruption(strategy: Strategy, context: RunContext, cases: Sequ
 
 
 def _changed(strategy: Strategy, context: RunContext, recipe: Recipe, logical_ranks: int) -> list[str]:
-    """Interrupt the second step of a new replica at each of ``POINTS``."""
+    """Interrupt the second step of a new replica at each of ``POINTS``, and one that follows a load."""
     changed = []
-    for point in POINTS:
+    for point, loads in [*((each, False) for each in POINTS), ("step:reduce", True)]:
         faults = _Interruption(point)
         own = replace(context, faults=faults, before_update=faults.before_update, logical_ranks=logical_ranks)
         replica = strategy.replica(recipe, own)
         first, second = _batches(recipe, context, logical_ranks, replica)
         replica.step(first)
+        if loads:
+            replica.load(replica.state())
         before = {name: tensor.clone() for name, tensor in split(replica.state())[0].items()}
-        faults.begin(2 if len(second) > 1 and point in POINTS[:3] else 1)
+        faults.begin(2 if len(second) > 1 and point in POINTS[:3] and not loads else 1)
         if _completes(lambda: replica.step(second)):  # noqa: B023 - it is called at once
             changed.append(f"{point}: it is not reached")
         after = split(replica.state())[0]
-        changed += [f"{point}: {name}" for name in before if not torch.equal(before[name], after[name])]
+        changed += [
+            f"{point}{' after a load' * loads}: {name}" for name in before if not torch.equal(before[name], after[name])
+        ]
     return changed
 
 
