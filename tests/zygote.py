@@ -99,7 +99,7 @@ def _prepare() -> None:
     from worldsize.config import schema
 
     Plugins.instance()
-    schema.register()
+    schema.registered()
 
 
 def _forked(line: socket.socket, others: Sequence[_Child]) -> _Child:

@@ -257,7 +257,7 @@ def _prepare(arguments: Sequence[str]) -> None:
     check_unique([_Folders.additional] if _Folders.additional else [])
     if chosen := [word for word in arguments if word.lstrip("+").startswith("launcher=")]:
         raise ConfigError(f"{chosen[0]}: a cluster brings its launcher along. Choose it with cluster=NAME.")
-    schema.register()
+    schema.registered()
     Plugins.instance().register(LauncherSource)
     Plugins.instance().register(_Folders)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors must be raised to us, not printed

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -69,13 +70,10 @@ def is_taken(cfg: DictConfig, key: str) -> bool:
 
     A group such as ``optimizer`` counts only where it is taken itself.
     """
-    referring = [
-        section
-        for section in map(str, cfg)
-        if section != key and _refers(OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, [section]), resolve=False), key)
-    ]
-    return any(section not in _GROUPS or is_taken(cfg, section) for section in referring)
+    return _is_taken(cast("dict[str, Any]", OmegaConf.to_container(cfg)), key)
 
 
-def _refers(text: str, key: str) -> bool:
-    return re.search(rf"\$\{{\.*{key}\b", text) is not None
+def _is_taken(sections: Mapping[str, Any], key: str) -> bool:
+    reference = re.compile(rf"\$\{{\.*{key}\b")
+    referring = [name for name, section in sections.items() if name != key and reference.search(str(section))]
+    return any(name not in _GROUPS or _is_taken(sections, name) for name in referring)

@@ -15,7 +15,7 @@ from omegaconf import AnyNode, DictConfig, IntegerNode, ListConfig, OmegaConf, S
 from omegaconf.errors import OmegaConfBaseException
 
 from worldsize.config.overrides import key_of
-from worldsize.config.schema import Schema, register
+from worldsize.config.schema import registered
 from worldsize.config.search_path import main_conf
 from worldsize.errors import ConfigError
 
@@ -75,7 +75,7 @@ class _Types:
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = words
-        self._schema = OmegaConf.structured(Schema)
+        self._schema = registered()
         self._composed: DictConfig | None = None
 
     def of(self, key: str) -> type | None:
@@ -93,7 +93,6 @@ class _Types:
     def _chosen(self) -> DictConfig:
         """Compose the cluster that the words choose, with its launcher."""
         if self._composed is None:
-            register()
             GlobalHydra.instance().clear()
             chosen = [word.lstrip("+") for word in self._words if re.fullmatch(r"\+?cluster=\w+", word)]
             try:
