@@ -135,7 +135,7 @@ PLATEAU = (
 
 
 def test_a_plateau_has_the_bits_of_an_undisturbed_run_over_kills(train: Any) -> None:
-    """One run restarts from a checkpoint, another heals when a process dies at an evaluation."""
+    """One run restarts from a checkpoint, others heal when a process dies at an evaluation or in the step after it."""
     straight = train(*PLATEAU, "cluster.processes=1")
     restarted = train(
         *PLATEAU,
@@ -150,7 +150,14 @@ def test_a_plateau_has_the_bits_of_an_undisturbed_run_over_kills(train: Any) -> 
         "strategy.on_failure=heal",
         "faults=[{action: kill, step: 8, rank: 1, point: 'evaluate:begin'}]",
     )
-    for run in (straight, restarted, healed):
+    sharded = train(
+        *PLATEAU,
+        "cluster.processes=2",
+        "strategy=fsdp",
+        "strategy.on_failure=heal",
+        "faults=[{action: kill, step: 9, rank: 1, point: 'step:backward'}]",
+    )
+    for run in (straight, restarted, healed, sharded):
         assert run.code == 0, run.error
         for name in ("state_digest", "metrics_digest"):
             assert run.json("result.json")[name] == straight.json("result.json")[name]

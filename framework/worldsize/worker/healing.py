@@ -232,18 +232,34 @@ class HealingMember:
         return logged[0]
 
     def _done_after(self, step: int, world: World, carried: Carried) -> tuple[bool, bool, Mapping[str, Any]]:
-        """Return whether the evaluation and the save after ``step`` are done, as the process knows that logs them.
+        """Return whether the evaluation and the save after ``step`` are done.
 
         The third value is what the first member knows of the interval between saves, on which all must agree.
         """
         progress, interval = carried.progress, carried.interval
-        done: list[Any] = [False, False, interval.handed_on() if interval else {}]
-        if progress is not None and progress.step == step and self._has_logged:
-            done[:2] = progress.evaluated, progress.saved
+        done = agreed_ends(step, world, progress, has_logged=self._has_logged)
+        saves: list[Any] = [interval.handed_on() if interval else {}]
         if world.group is not None:
-            dist.broadcast_object_list(done, group=world.group, group_src=0)
-        evaluated, saved, saves = done
-        return evaluated, saved, saves
+            dist.broadcast_object_list(saves, group=world.group, group_src=0)
+        return (*done, saves[0])
+
+
+def agreed_ends(step: int, world: World, progress: TrainingProgress | None, *, has_logged: bool) -> tuple[bool, bool]:
+    """Return whether the evaluation and the save after ``step`` are done; every rank must call it.
+
+    They are if the first rank knows it, which must have ``has_logged`` them, and all others that completed the step:
+    an error may reach one of them where the others complete an evaluation. That one is repeated.
+    """
+    known = progress if progress is not None and progress.step == step else None
+    if world.rank == 0:
+        own = [known.evaluated, known.saved] if known and has_logged else [False, False]
+    else:
+        own = [known is None or known.evaluated, True]
+    ends = torch.tensor(own, dtype=torch.int32, device=world.device)
+    if world.group is not None:
+        dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=world.group)
+    evaluated, saved = ends.bool().tolist()
+    return evaluated, saved
 
 
 def _changed(now: Membership, before: Membership | None, step: int, seconds: float) -> MembershipChanged:

@@ -82,7 +82,9 @@ class ShardRecovery:
         else:
             replica.load(newest.state)
             carried.log.step, carried.log.evaluation, saved_step = recovery.facts
-            evaluated = carried.log.evaluation >= newest.step or not loop.evaluates(newest.step)
+            # a schedule that an evaluation has advanced is not in the copy of the step before it
+            evaluated = carried.log.evaluation >= newest.step and carried.settings.training.schedule_metric is None
+            evaluated = evaluated or not loop.evaluates(newest.step)
             saved = saved_step is None or saved_step >= newest.step or not loop.saves(newest.step)
             carried.progress = TrainingProgress(newest.step, newest.skipped, evaluated, saved, shared=newest.shared)
         self._begin(replica, world, number, recovery.layout, newest.kept if newest else None)
