@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as distributed
 from torch import Tensor, nn
 
-from worldsize.core import ConfigError, MicroBatch, Recipe, RunContext, Strategy, World
+from worldsize.core import ConfigError, MicroBatch, Recipe, RunContext, Strategy, TensorStyle, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.strategies.ddp import DDP
@@ -22,6 +22,7 @@ from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.loss_watch import LossWatch
+from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
@@ -93,10 +94,10 @@ FUNCTIONAL = (
 )
 
 
-def refusal(strategy: Strategy, world: World, logical_ranks: int, recipe: Recipe = Gathered()) -> str:
-    """Take a step; return the refusal, or an empty string."""
+def refusal(strategy: Strategy, world: World, logical_ranks: int, recipe: Recipe = Gathered(), parts: int = 0) -> str:
+    """Take a step on ``parts`` processes or groups (0: all are one each); return the refusal, or an empty string."""
     replica = strategy.replica(recipe, replace(RunContext(world), logical_ranks=logical_ranks))
-    ranks = logical_ranks_of(world.rank, world.size, logical_ranks, replica.dealing)
+    ranks = logical_ranks_of(world.rank % (parts or world.size), parts or world.size, logical_ranks, replica.dealing)
     batches = micro_batches(recipe.data("train"), Order(3, 24, logical_ranks, ranks), world.device)
     before = [parameter.detach().clone() for parameter in replica.trained_weights().values()]
     try:
@@ -119,6 +120,35 @@ def test_a_loss_that_communicates_is_refused_where_its_value_depends_on_size() -
         assert all("Gathered.loss" in each and "reproducibility=elastic" in each for each in ordered)
         assert "more logical ranks than processes" in some
         assert ddp == fsdp == ""  # a logical rank for each process: the loss sees the whole batch
+
+
+@dataclass(frozen=True)
+class Divided(Loop):
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
+        return {"0": "column", "2": "row"}
+
+
+class GatheredDivided(Divided, Gathered):
+    """A :class:`Gathered` whose layers may be divided."""
+
+
+class Teacher(Divided):
+    """Assigns a weight in the loss, as programs do with the average of others."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        weight = next(model.parameters())
+        weight.data = 0.5 * weight.data
+        return super().loss(model, batch)
+
+
+def test_ranks_that_compute_a_pass_together_are_no_others_for_its_loss() -> None:
+    def on_two(world: World) -> list[str]:
+        return [refusal(Mesh(tensor=2), world, 1, recipe, parts=1) for recipe in (GatheredDivided(), Teacher())]
+
+    for gathers, assigns in run_in_worlds(on_two, 2):
+        assert "Gathered.loss" in gathers
+        assert "2 of them compute a pass together" in gathers
+        assert "the loss changes the parameter" in assigns
 
 
 @_DEPRECATED

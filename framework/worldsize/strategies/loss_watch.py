@@ -49,6 +49,7 @@ class LossWatch:
         ordered: Whether results must not depend on the number of processes.
         compiles: Whether parts of the model are compiled, and seen by counts alone.
         has_group: Whether the processes form a group, through which a loss could communicate.
+        passes_over: Number of processes, of these, that compute the passes of a logical rank together.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class LossWatch:
         ordered: bool,
         compiles: bool = False,
         has_group: bool = True,
+        passes_over: int = 1,
     ) -> None:
-        self._model, self._root, self._processes = model, model, processes
+        self._model, self._root, self._processes, self._passes_over = model, model, processes, passes_over
         self._is_plain = processes == 1 and logical_ranks == 1  # a plain loop
-        self._may_communicate = has_group and not ordered and logical_ranks in (1, processes)
+        self._may_communicate = has_group and not ordered and logical_ranks in (1, processes) and passes_over == 1
         self._ordered, self._has_group = ordered, has_group
         self._data = None if compiles else _DataUses(model)  # in the first step
         self._held: Sequence[tuple[str, Callable[[], Tensor | None]]] | None = None
@@ -152,6 +154,12 @@ class LossWatch:
                 f"the loss communicates with other processes, in {caller}, and those of this strategy form no group. "
                 "Compute it within a logical rank, or use strategy=ddp with reproducibility=seeded and logical_ranks "
                 "set to the number of processes."
+            )
+        if self._passes_over > 1:
+            return ConfigError(
+                f"the loss communicates with other processes, in {caller}, and {self._passes_over} of them compute a "
+                "pass together, with the same samples. Compute it within a logical rank, or use strategy=ddp or fsdp "
+                "with reproducibility=seeded and logical_ranks set to the number of processes."
             )
         because = (
             "with reproducibility=elastic its value would depend on the number of processes"

@@ -69,7 +69,8 @@ class ModelReplica(Replica):
     """Abstract base: evaluates, saves and loads a model that this process trains; subclasses define the step.
 
     With ``sums_alone`` its ``reducer`` sums only the micro-batches of this process, not those of all processes.
-    ``logical_ranks``: those of all processes if these may have different numbers of them.
+    ``logical_ranks``: those of all processes if these may have different numbers of them. ``passes_over``: number of
+    processes that compute a pass together, of which the context's world has one.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class ModelReplica(Replica):
         reducer: GradientReducer,
         sums_alone: bool = False,
         logical_ranks: int | None = None,
+        passes_over: int = 1,
     ) -> None:
         self.recipe = recipe
         self.world = context.world
@@ -94,10 +96,11 @@ class ModelReplica(Replica):
         declare_buffers(recipe, self.model, trains_apart=sums_alone and self.world.size > 1)
         self._watch = LossWatch(
             self.model,
-            processes=1 if sums_alone else self.world.size,
+            processes=1 if sums_alone else self.world.size * passes_over,
             logical_ranks=max(1, context.logical_ranks // self.world.size) if sums_alone else context.logical_ranks,
             ordered=reducer.is_ordered,
             compiles=self.numerics.compile,
+            passes_over=passes_over,
         )
         prepare_passes(recipe, self.model, self.numerics, self.world.device)
         self._steps_begun = 0

@@ -112,7 +112,13 @@ class Rank:
         sums = _Clipping(sharded_reducer(self.reduce, root, data, logical_ranks=ranks), self._norm(mesh, ()))
         state, context = self._train_state(model, full_state), replace(self.context, world=data)
         return SynchronousReplica(
-            self.recipe, context, train_state=state, reducer=sums, logical_ranks=ranks, module=root
+            self.recipe,
+            context,
+            train_state=state,
+            reducer=sums,
+            logical_ranks=ranks,
+            module=root,
+            passes_over=self.layout.tensor,
         )
 
     def _stages(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
@@ -143,6 +149,7 @@ class Rank:
             train_state=self._train_state(model, full_state),
             reducer=pipeline,
             logical_ranks=self._logical_ranks,
+            passes_over=self.layout.tensor * self.layout.pipeline,
         )
         return PipelineReplica(self.recipe, data, inner, pipeline)
 
