@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from recipes.digits.recipe import Digits
 from recipes.stdlib_lm.recipe import StdlibLM
-from worldsize.core import Cluster, ConfigError, Recipe, Strategy, TensorStyle
+from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Strategy, TensorStyle
 from worldsize.planning.construction import check_construction
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -24,6 +24,7 @@ from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
+from worldsize.testing.gradient_loops import PartlyOptimized
 from worldsize.testing.recipes import AveragedChain, Chain
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -58,6 +59,13 @@ class Made(Chain):
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return self.make_optimizer(model.parameters())
+
+
+@pytest.mark.parametrize("numerics", [Numerics(clip_norm=0.1), Numerics(nonfinite="skip")], ids=["clips", "skips"])
+def test_a_norm_that_would_count_what_nothing_resets_is_refused(numerics: Numerics) -> None:
+    with pytest.raises(ConfigError, match=r"(clip_norm|nonfinite=skip): the norm would count gradients of 0\.weight"):
+        check_construction(PartlyOptimized(), Single(), numerics)
+    check_construction(PartlyOptimized(), Single())
 
 
 def from_values() -> nn.Module:

@@ -102,6 +102,12 @@ def test_scalars_have_the_bits_of_one_process_when_clipped(strategy: Strategy, s
     assert_same(outcomes(strategy, case, size, logical_ranks=8)["scalars"].weights, expected)
 
 
+def test_scalars_train_under_a_loss_scale_beside_shards() -> None:
+    cases = [Case("scalars", Scalars(), numerics=Numerics(precision="fp16"))]
+    expected = outcomes(Single(reduce="ordered"), cases, 1, logical_ranks=2)["scalars"].weights
+    assert_same(outcomes(FSDP(reduce="ordered"), cases, 2, logical_ranks=2)["scalars"].weights, expected)
+
+
 def test_scalars_are_summed_and_clipped_over_copies_and_shards() -> None:
     case = Case("scalars", Scalars(), numerics=CLIPPED)
     for strategy in (FSDP(shard=2), FSDP(shard=2, accumulate="sharded", **SMALL)):  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from worldsize.core import Cluster, ConfigError, FeatureRecipe, MultiUpdateRecip
 from worldsize.optimizers.refused import check_schedule_free, check_special, refuse_breaking
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.alone import train_state_of
-from worldsize.strategies.clipping import refuse_clipping_others
+from worldsize.strategies.clipping import refuse_norms_of_others
 from worldsize.strategies.closures import refuse_closures
 from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.multi_train_state import MultiTrainState
@@ -131,8 +131,8 @@ def _failure(
                 check_schedule_free(optimizer, model, plain, averages=averages)
                 refuse_unsaved(recipe, model, optimizer, plain)
                 strategy.check_built(recipe, model, optimizer)
-                if numerics.clip_norm is not None and not isinstance(recipe, MultiUpdateRecipe):
-                    refuse_clipping_others(model, optimizer)
+                if numerics.needs_norm and not isinstance(recipe, MultiUpdateRecipe):
+                    refuse_norms_of_others(model, optimizer, numerics)
                 if not strategy.serves_rows:
                     check_sparse_steps(model, optimizer)
     except Exception as error:  # any exception: recipes are user code

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from worldsize.core import ConfigError
+from worldsize.core import ConfigError, Numerics
 from worldsize.optimizers.names import all_parameters
 from worldsize.strategies.unused_parameters import listed
 
 
-def refuse_clipping_others(model: nn.Module, optimizer: Optimizer) -> None:
+def refuse_norms_of_others(model: nn.Module, optimizer: Optimizer, numerics: Numerics) -> None:
     """Refuse a norm over parameters that nothing updates: ``zero_grad`` leaves their gradients to the next steps.
 
     Raises:
@@ -20,10 +20,12 @@ def refuse_clipping_others(model: nn.Module, optimizer: Optimizer) -> None:
     own = {id(parameter) for parameter in all_parameters(optimizer)}
     others = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in own]
     if others:
+        clips = numerics.clip_norm is not None
         raise ConfigError(
-            f"clip_norm: the norm would count gradients of {listed(others)}, in no parameter group of the optimizer, "
-            "whose zero_grad() does not reset them: it would grow with those of all earlier steps. Freeze them with "
-            "requires_grad_(False), give them to the optimizer, or set clip_norm=null."
+            f"{'clip_norm' if clips else 'nonfinite=skip'}: the norm would count gradients of {listed(others)}, in no "
+            "parameter group of the optimizer, whose zero_grad() does not reset them: it would grow with those of all "
+            "earlier steps. Freeze them with requires_grad_(False), give them to the optimizer, or set "
+            f"{'clip_norm=null' if clips else 'nonfinite=stop'}."
         )
 
 

@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from worldsize.optimizers.names import all_parameters
 
 _logger = logging.getLogger(__name__)
 _told: list[bool] = []  # whether this process has logged an overflow
+
+
+@final
+class LossScaler(torch.amp.GradScaler):
+    """Unscales the gradients of divided parameters apart from others, since no kernel takes both."""
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Return by device whether a gradient there is not finite: 0 or 1, scalars."""
+        parameters, found = all_parameters(optimizer), dict[torch.device, Tensor]()
+        for is_divided in (True, False):
+            part: Any = SimpleNamespace(
+                param_groups=[{"params": [each for each in parameters if isinstance(each, DTensor) == is_divided]}]
+            )
+            for device, own in super()._unscale_grads_(part, inv_scale, found_inf, allow_fp16).items():
+                found[device] = torch.maximum(found[device], own) if device in found else own
+        return found
 
 
 def step_scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, *, speaks: bool) -> bool:

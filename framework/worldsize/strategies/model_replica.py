@@ -21,7 +21,7 @@ from worldsize.strategies.compiled import COMPILATIONS
 from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, check_same_form
-from worldsize.strategies.loss_scaling import step_scaled
+from worldsize.strategies.loss_scaling import LossScaler, step_scaled
 from worldsize.strategies.loss_watch import LossWatch
 from worldsize.strategies.loss_weights import weight_factor
 from worldsize.strategies.model_flags import evaluating
@@ -91,7 +91,7 @@ class ModelReplica(Replica):
         self.model = train_state.model
         self.train_state = train_state
         self.reducer, self.dealing = reducer, reducer.dealing
-        self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
+        self.scaler = LossScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
         self._logical_ranks = logical_ranks
         declare_buffers(recipe, self.model, trains_apart=sums_alone and self.world.size > 1)
         self._watch = LossWatch(

@@ -107,7 +107,6 @@ class Worker:
             records = self._learn(batches, step, ranks)
             self._dense.settle()
         self._watch.end_step()
-        self._unowned.check()
         return {"unit": [step, ranks], "records": [record.message() for record in records]}
 
     def _learn(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[LossRecord]:
@@ -158,6 +157,7 @@ class Worker:
         if not self._options.synchronous:  # a synchronous step divides by its total weight
             total, record = trainable(replace(output, loss=mean_loss(output)))
         self._changes.check()  # before a gradient is pushed
+        self._unowned.check()
         total.backward()  # type: ignore[no-untyped-call]
         return record
 
