@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.own_recipe import write_recipe
 from worldsize.config.remembering import check_remembers, check_resumes
 from worldsize.core import ConfigError, Role
 from worldsize.launch.local import Local
@@ -48,6 +49,26 @@ def test_values_without_a_state_are_refused_where_they_would_be_lost(caplog: pyt
     for exact in ("elastic", None):
         check_remembers(Saving(), gang("heal"), restarts, exact=exact)
         check_resumes(Saving(), 4, exact=exact)
+
+
+LATE = """
+from recipes.stateful.recipe import Remembering
+
+class Late(Remembering):
+    def optimizer(self, model):
+        optimizer = super().optimizer(model)
+        optimizer.register_step_post_hook(lambda *_: self.load_state(0, {"average": 0.5}))
+        return optimizer
+"""
+
+
+def test_a_state_that_changes_after_it_was_shared_is_refused_where_a_gang_heals(train: Any, tmp_path: Path) -> None:
+    write_recipe(tmp_path, "late", LATE, late="# @package _global_\nrecipe: {_target_: recipes.late.recipe.Late}\n")
+    words = ("recipe=late", "steps=3", "batch_size=8", "cluster.processes=2", "logger=none")
+    run = train(*words, "strategy=ddp", "strategy.on_failure=heal", WORLDSIZE_PLUGINS=BENCHMARKS)
+    assert run.code == 1
+    assert "Late has changed its state after the losses of a step, in a hook of the optimizer or" in run.error
+    assert train(*words, "strategy=ddp", WORLDSIZE_PLUGINS=BENCHMARKS).code == 0
 
 
 def test_workers_that_come_and_go_keep_no_values() -> None:

@@ -57,6 +57,7 @@ class StepMemory:
         """Whether the recipe has a state of its own."""
         self._exact = settings.determinism.exact_mode
         self._kind = type(self._recipe).__name__
+        self._shared: Mapping[int, bytes] | None = None  # this process's part of what was shared last
 
     def metrics_of_all(self, sums: Mapping[str, Tensor]) -> Mapping[str, list[list[float]]]:
         """Gather this process's sums of training metrics (logical ranks, 2) of all; every rank must call it."""
@@ -75,10 +76,20 @@ class StepMemory:
 
         ``sums``: this process's sums of training metrics, float64 (logical ranks, 2) by name.
         """
-        states = {(rank,): _tensor(state) for rank, state in self._encoded().items()}
+        self._shared = self._encoded()
+        states = {(rank,): _tensor(state) for rank, state in self._shared.items()}
         gathered = gather_tensors(states, self._world) if self.has_state else {}
         recipe = {rank: state.numpy().tobytes() for (rank,), state in gathered.items()}
         return SharedStep(self.metrics_of_all(sums), recipe)
+
+    def check_shared(self) -> None:
+        """Raise ConfigError if the recipe has changed its state since :meth:`share`: a process could lose that."""
+        if self._shared and self._encoded() != self._shared:
+            raise ConfigError(
+                f"{self._kind} has changed its state after the losses of a step, in a hook of the optimizer or in "
+                "evaluate, and strategy.on_failure=heal goes on with the state that they left. Change it in "
+                "micro_batch_loss alone, or set strategy.on_failure=restart."
+            )
 
     def begin(self, first: TrainingProgress) -> TrainingProgress:
         """Restore what every process keeps of the last step, or let each keep it from now on; every rank must call it.
@@ -124,6 +135,7 @@ class StepMemory:
         return {rank: encode(self._recipe.state(rank), self._kind) for rank in self.order.mine}
 
     def _load(self, states: Mapping[int, bytes]) -> None:
+        self._shared = None
         for rank, state in states.items():
             self._recipe.load_state(rank, decode(state, self._kind))
 

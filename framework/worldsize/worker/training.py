@@ -274,6 +274,7 @@ class Training:
                 heartbeat.step(done)
             self._checkpoints.begin_step()
             self._carried.begin_step(done)
+            self._memory.check_shared()
             yield step
 
     def _save(self, streams: _StreamStates, progress: TrainingProgress) -> None:
