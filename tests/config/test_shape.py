@@ -15,6 +15,7 @@ from worldsize.launch.local import Local
 from worldsize.launch.ssh import Ssh
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
+from worldsize.testing.recipes import Chain, TwoPlayers
 
 BASE: dict[str, Any] = {"nodes": 1, "device": "cpu", "processes": None, "processes_per_node": None}
 
@@ -98,10 +99,12 @@ def test_cuda_graphs_are_refused_where_they_would_overwrite_gradients_or_follow_
     graphs = Numerics(compile=True, compile_mode=mode)
     gpu = Cluster("node", nodes=1, processes=1, device="cuda", backend="nccl")
     with pytest.raises(ConfigError, match=r"a process has 4 in a step\. Set compile_mode=default"):
-        check_graphs(graphs, gpu, 4)
-    check_graphs(graphs, gpu, 1)
-    check_graphs(graphs, replace(gpu, device="cpu"), 4)
-    check_graphs(replace(graphs, compile=False), gpu, 4)
+        check_graphs(graphs, gpu, 4, Chain())
+    with pytest.raises(ConfigError, match=r"TwoPlayers takes several\. Set compile_mode=default"):
+        check_graphs(graphs, gpu, 1, TwoPlayers())
+    check_graphs(graphs, gpu, 1, Chain())
+    check_graphs(graphs, replace(gpu, device="cpu"), 4, TwoPlayers())
+    check_graphs(replace(graphs, compile=False), gpu, 4, TwoPlayers())
     for strategy in (FSDP(), Mesh()):
         with pytest.raises(ConfigError, match=r"gathers parameters anew in each pass\. Set compile_mode=default"):
             strategy.check_numerics(graphs)

@@ -108,6 +108,7 @@ def test_activations_that_wait_on_the_host_come_back(device: str) -> None:
 
 @pytest.mark.parametrize("device", [CUDA])
 def test_a_compiled_replica_has_the_losses_of_one_that_is_not(device: str) -> None:
+    pytest.importorskip("triton")
     compiled, _ = trained(device, compile=True)
     assert compiled == pytest.approx(plain_losses(), rel=1e-3)
 

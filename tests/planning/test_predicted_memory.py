@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -109,3 +110,10 @@ def test_what_a_process_has_loaded_before_it_asks_is_not_free() -> None:
     assert before is not None
     assert after is not None
     assert before - after == pytest.approx(held.nbytes, rel=0.2)
+
+
+def test_memory_of_a_gpu_leaves_room_for_what_is_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    answer = subprocess.CompletedProcess([], 0, stdout="80000000000\n")
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: answer)
+    assert detected_memory_bytes(Cluster("test", 1, 2, "cuda", "nccl")) == 78e9

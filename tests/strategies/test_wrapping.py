@@ -77,8 +77,11 @@ def test_unknown_options_are_refused(options: dict[str, Any], message: str) -> N
 def test_shards_on_the_host_need_a_gpu() -> None:
     with pytest.raises(ConfigError, match="cpu_offload"):
         FSDP(cpu_offload=True).roles(Cluster("test", 1, 2, "cpu", "gloo"))
-    with pytest.raises(ConfigError, match=r"cluster.backend=nccl cannot. Set 'cluster.backend=\"cpu:gloo,cuda:nccl\"'"):
-        FSDP(cpu_offload=True).roles(Cluster("test", 1, 2, "cuda", "nccl"))
+    for backend in ("nccl", "cuda:gloo"):
+        with pytest.raises(
+            ConfigError, match=rf"backend={backend} cannot. Set 'cluster.backend=\"cpu:gloo,cuda:nccl\"'"
+        ):
+            FSDP(cpu_offload=True).roles(Cluster("test", 1, 2, "cuda", backend))
     assert FSDP(cpu_offload=True).roles(Cluster("test", 1, 2, "cuda", "cpu:gloo,cuda:nccl"))["worker"].processes == 2
 
 

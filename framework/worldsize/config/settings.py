@@ -177,11 +177,11 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         parts = strategy.data_parallel(cluster)
         check_divisible(logical_ranks, workers=parts, batch=training.batch_size)
         strategy.check_micro_batches(logical_ranks // parts)
-        check_graphs(numerics, cluster, logical_ranks // parts)
     autoscaler = None if run.examine else _autoscaler(config, roles, cluster, logical_ranks)
     recipe, initial = _with_initial(recipe_of(config), config)
     if run.evaluates is None and not run.examine:
         check_remembers(recipe, roles, launcher, exact=exact)
+        check_graphs(numerics, cluster, logical_ranks // strategy.data_parallel(cluster), recipe)
     return Settings(
         config=config,
         run=run,

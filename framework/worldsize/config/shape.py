@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from worldsize.core import Autoscaler, Cluster, LaunchMethod, Numerics, Role, Strategy
+from worldsize.core import Autoscaler, Cluster, LaunchMethod, MultiUpdateRecipe, Numerics, Recipe, Role, Strategy
 from worldsize.devices import backend_for, backend_names
 from worldsize.errors import ConfigError, neighbours
 from worldsize.world.roles import block_of, heals
@@ -135,12 +135,19 @@ def check_device(numerics: Numerics, cluster: Cluster, *, exact: str | None) -> 
             raise ConfigError(f"{fact}, which is not there for cluster.device={kind}. Set {remedy}.")
 
 
-def check_graphs(numerics: Numerics, cluster: Cluster, micro_batches: int) -> None:
-    """Raise ConfigError if CUDA graphs are to be recorded in steps of several micro-batches.
+def check_graphs(numerics: Numerics, cluster: Cluster, micro_batches: int, recipe: Recipe) -> None:
+    """Raise ConfigError if CUDA graphs are to be recorded in steps of several micro-batches or updates.
 
     The gradients of one are in the memory that the next one overwrites.
     """
-    if not (numerics.records_graphs and cluster.device == "cuda") or micro_batches == 1:
+    if not (numerics.records_graphs and cluster.device == "cuda"):
+        return
+    if isinstance(recipe, MultiUpdateRecipe):
+        raise ConfigError(
+            f"compile_mode={numerics.compile_mode} records CUDA graphs, whose results the next update of a step would "
+            f"overwrite, and {type(recipe).__name__} takes several. Set compile_mode=default."
+        )
+    if micro_batches == 1:
         return
     raise ConfigError(
         f"compile_mode={numerics.compile_mode} records CUDA graphs, which overwrite the gradients of one micro-batch "

@@ -30,6 +30,7 @@ from worldsize.core import (
     Workload,
     World,
 )
+from worldsize.devices import backend_for
 from worldsize.strategies.alone import alone
 from worldsize.strategies.assigned_weights import carry_assignments
 from worldsize.strategies.calling_root import CallingRoot
@@ -153,7 +154,7 @@ class FSDP(Strategy):
             )
         if self.cpu_offload and cluster.device == "cpu":
             raise ConfigError("strategy.cpu_offload=true moves shards from GPUs to the host; cluster.device is cpu.")
-        if self.cpu_offload and "gloo" not in cluster.backend:
+        if self.cpu_offload and backend_for(cluster.backend, "cpu") != "gloo":
             raise ConfigError(
                 f"strategy.cpu_offload=true sums shards in host memory, and cluster.backend={cluster.backend} cannot. "
                 "Set 'cluster.backend=\"cpu:gloo,cuda:nccl\"', with these quotes."
