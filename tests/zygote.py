@@ -96,10 +96,10 @@ def _prepare() -> None:
         importlib.import_module(name)
     from hydra.core.plugins import Plugins
 
-    from worldsize.config import schema
+    from worldsize.config.values import registered
 
     Plugins.instance()
-    schema.registered()
+    registered()
 
 
 def _forked(line: socket.socket, others: Sequence[_Child]) -> _Child:

@@ -54,6 +54,17 @@ def test_an_alias_of_something_outside_is_refused(target: str) -> None:
         make({"_target_": target}, ALL)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["${oc.create:{_target_:os.getcwd}}", "a ${oc.env:HOME}", "\\${x}"],
+    ids=["a target", "a variable", "escaped"],
+)
+def test_a_text_that_hydra_would_resolve_is_refused(text: str) -> None:
+    for value in (text, [text], {"a": {text: 1}}):
+        with pytest.raises(ConfigError, match=r"^strategy\..*: a text with \${ cannot be given to what the"):
+            make({"_target_": "worldsize.strategies.ddp.DDP", "compress": value}, ALL)
+
+
 def test_a_refused_target_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')\ndef run(): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -87,6 +87,14 @@ def test_a_run_that_wrote_before_it_began_ended_when_it_began(run: Path) -> None
     assert last["end_at"] == last["start_at"]
 
 
+def test_an_attempt_of_the_far_future_on_no_host_is_ended_like_others(run: Path) -> None:
+    manifest = read_manifest(run / "run_manifest.json")
+    manifest["attempts"][-1] |= {"hosts": [], "start_at": 1e18}
+    write_manifest(run / "run_manifest.json", manifest)
+    last = look(RunDirectory(run)).manifest["attempts"][-1]
+    assert (last["exit_reason"], last["end"]) == ("killed", "9999-12-31T23:59:59+00:00")
+
+
 def test_a_clock_that_is_set_back_makes_no_time_negative(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An attempt lasts as long as by the monotonic clock; what other processes say is bounded."""
     day, now = 86400.0, time.time

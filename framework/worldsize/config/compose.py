@@ -29,7 +29,6 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from worldsize.config import schema
 from worldsize.config.command_line import brings_files, folder_of_flags, hydra_of_first_point, normalised
 from worldsize.config.explain import explain, scheduler_option
 from worldsize.config.files_read import forget_files, place_of
@@ -39,6 +38,7 @@ from worldsize.config.objective import SweepEnded
 from worldsize.config.overrides import key_of
 from worldsize.config.schema import Schema
 from worldsize.config.search_path import check_unique, main_conf, searched
+from worldsize.config.values import registered
 from worldsize.core.limits import FilePath, check_limits, hints_of
 from worldsize.errors import ConfigError, neighbours
 
@@ -257,7 +257,7 @@ def _prepare(arguments: Sequence[str]) -> None:
     check_unique([_Folders.additional] if _Folders.additional else [])
     if chosen := [word for word in arguments if word.lstrip("+").startswith("launcher=")]:
         raise ConfigError(f"{chosen[0]}: a cluster brings its launcher along. Choose it with cluster=NAME.")
-    schema.registered()
+    registered()
     Plugins.instance().register(LauncherSource)
     Plugins.instance().register(_Folders)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors must be raised to us, not printed

@@ -97,6 +97,7 @@ def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
     """
     if not isinstance(node, Mapping):
         raise ConfigError(f"{key}={'null' if node is None else node} says nothing of what it is. Leave it out.")
+    _check_texts(node, key)
     check_node(node, allowed=allowed, key=key)
     try:
         built = hydra.utils.instantiate(with_groups(node, _locate, key), _convert_="all")
@@ -110,6 +111,19 @@ def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
     if not isinstance(built, kind):
         raise ConfigError(f"{key}: {node.get('_target_')} makes a {type(built).__name__}, not a {kind.__name__}.")
     return built
+
+
+def _check_texts(node: Any, key: str) -> None:
+    """Raise ConfigError for a text below ``node`` that Hydra would resolve, perhaps to a target that nobody checked."""
+    if isinstance(node, str) and "${" in node:
+        raise ConfigError(f"{key}: a text with ${{ cannot be given to what the configuration builds. Leave it out.")
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            _check_texts(name, f"{key}.{name}")
+            _check_texts(value, f"{key}.{name}")
+    elif isinstance(node, Sequence) and not isinstance(node, str | bytes):
+        for place, value in enumerate(node):
+            _check_texts(value, f"{key}.{place}")
 
 
 def check_node(node: Any, *, allowed: Allowed, key: str) -> None:

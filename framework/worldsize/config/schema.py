@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Annotated, Any
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig
+from omegaconf import MISSING
 
 from worldsize.core.limits import PORT, SECONDS, FilePath, FolderName, OneOf, Range
 from worldsize.world.environments import ENVIRONMENTS
@@ -344,11 +342,3 @@ class Schema:
     autoscale: Any = None
     logger: Any = None
     listeners: dict[str, Any] = field(default_factory=dict)
-
-
-@cache
-def registered() -> DictConfig:
-    """Make the schema known to Hydra, and return it with the types of its keys, to be read only."""
-    ConfigStore.instance().store("schema", node=Schema)
-    schema: DictConfig = ConfigStore.instance().repo["schema.yaml"].node
-    return schema

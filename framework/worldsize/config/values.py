@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from decimal import Decimal
+from functools import cache
 from typing import Any, get_args, get_origin
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
@@ -15,7 +17,7 @@ from omegaconf import AnyNode, DictConfig, IntegerNode, ListConfig, OmegaConf, S
 from omegaconf.errors import OmegaConfBaseException
 
 from worldsize.config.overrides import key_of
-from worldsize.config.schema import registered
+from worldsize.config.schema import Schema
 from worldsize.config.search_path import main_conf
 from worldsize.errors import ConfigError
 
@@ -68,6 +70,14 @@ def _whole(text: str) -> str:
     number = Decimal(text.replace("_", ""))
     is_whole = number.is_finite() and number.adjusted() < _DIGITS and number == number.to_integral_value()
     return str(int(number)) if is_whole else text
+
+
+@cache
+def registered() -> DictConfig:
+    """Make the schema known to Hydra, and return it with the types of its keys, to be read only."""
+    ConfigStore.instance().store("schema", node=Schema)
+    schema: DictConfig = ConfigStore.instance().repo["schema.yaml"].node
+    return schema
 
 
 class _Types:

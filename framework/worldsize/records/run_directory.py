@@ -18,7 +18,7 @@ from worldsize.errors import ConfigError, RunFolderError, WorldsizeError
 from worldsize.files import RECORD, is_file, is_folder
 from worldsize.world.scratch import full_folder
 
-_LATEST = 253_402_300_799.0  # Unix time of the last second of the year 9999
+LATEST = 253_402_300_799.0  # Unix time of the last second of the year 9999
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE)
 _logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def make_folder_of(file: Path, run: RunDirectory) -> None:
 def last_written(directory: RunDirectory) -> float:
     """Return the Unix time in seconds of the run's last write, limited to the year 9999."""
     last = max(file.stat().st_mtime for file in directory.path.rglob("*") if is_file(file))
-    return min(max(last, 0.0), _LATEST)
+    return min(max(last, 0.0), LATEST)
 
 
 def is_missing(path: Path) -> bool:

@@ -34,7 +34,7 @@ from worldsize.records.goodput import goodput
 from worldsize.records.lock import is_locked, run_lock
 from worldsize.records.manifest import is_own, read_manifest, write_manifest
 from worldsize.records.redaction import Scrubber, process_scrubber
-from worldsize.records.run_directory import RunDirectory, check_entries, last_written, writing
+from worldsize.records.run_directory import LATEST, RunDirectory, check_entries, last_written, writing
 from worldsize.strict_json import LARGEST, parse
 from worldsize.world.environments import lost_first
 
@@ -307,9 +307,9 @@ def _settle(directory: RunDirectory) -> Manifest:
     """Return the manifest, amended if it says "running"; the caller holds the lock, so nothing is."""
     manifest: Manifest = read_manifest(directory.manifest)
     if _says_running(manifest):
-        last = max(last_written(directory), manifest["attempts"][-1]["start_at"])
+        last = min(max(last_written(directory), manifest["attempts"][-1]["start_at"]), LATEST)
         facts = {"end": formatted(last), "end_at": last, "exit_reason": "killed", "exit_code": None}
-        host = manifest["attempts"][-1]["hosts"][0]
+        host = next(iter(manifest["attempts"][-1]["hosts"]), "")
         ended = _with_end(manifest, **facts, failure=failure_of_launcher(_KILLED, host))
         directory.reserve.unlink(missing_ok=True)
         manifest = write_manifest(directory.manifest, ended, own=is_own(manifest))

@@ -25,14 +25,14 @@ class LossScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Return by device whether a gradient there is not finite: 0 or 1, scalars."""
-        parameters, found = all_parameters(optimizer), dict[torch.device, Tensor]()
+        parameters, infinite = all_parameters(optimizer), dict[torch.device, Tensor]()
         for is_divided in (True, False):
             part: Any = SimpleNamespace(
                 param_groups=[{"params": [each for each in parameters if isinstance(each, DTensor) == is_divided]}]
             )
             for device, own in super()._unscale_grads_(part, inv_scale, found_inf, allow_fp16).items():
-                found[device] = torch.maximum(found[device], own) if device in found else own
-        return found
+                infinite[device] = torch.maximum(infinite[device], own) if device in infinite else own
+        return infinite
 
 
 def step_scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, *, speaks: bool) -> bool:

@@ -36,6 +36,7 @@ _T = TypeVar("_T")
 _RESOLVES = ("_resolve_group", "_resolve_group_name")  # torch 2.15 and 2.11
 # callers of a strategy's own collectives, and torch's private packages: its compiler logs the rank
 _OWN = ("torch.distributed.", "torch.nn.parallel.", "torch._", "worldsize.")
+_PROGRAMS = "worldsize.testing."  # its recipes
 
 
 @final
@@ -226,7 +227,7 @@ def _program_calls(frame: Any) -> str:
         if frame.f_code is LossWatch.reduce.__code__:
             return ""
         name = frame.f_globals.get("__name__", "")
-        if name.startswith(_OWN) and not name.startswith(_PASSED_ON):
+        if name.startswith(_OWN) and not name.startswith((*_PASSED_ON, _PROGRAMS)):
             return caller
         if not caller and not name.startswith(_PASSED_ON):
             caller = f"{frame.f_code.co_qualname} of {name}"

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -69,8 +70,7 @@ class ModelReplica(Replica):
     """Abstract base: evaluates, saves and loads a model that this process trains; subclasses define the step.
 
     With ``sums_alone`` its ``reducer`` sums only the micro-batches of this process, not those of all processes.
-    ``logical_ranks``: those of all processes if these may have different numbers of them. ``passes_over``: number of
-    processes that compute a pass together, of which the context's world has one.
+    ``logical_ranks``: those of all processes if these may have different numbers of them.
     """
 
     def __init__(
@@ -82,7 +82,6 @@ class ModelReplica(Replica):
         reducer: GradientReducer,
         sums_alone: bool = False,
         logical_ranks: int | None = None,
-        passes_over: int = 1,
     ) -> None:
         self.recipe = recipe
         self.world = context.world
@@ -94,6 +93,9 @@ class ModelReplica(Replica):
         self.scaler = LossScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
         self._logical_ranks = logical_ranks
         declare_buffers(recipe, self.model, trains_apart=sums_alone and self.world.size > 1)
+        # the ranks of a mesh with the same data are in other worlds than this one's
+        divides = reducer.divides_gradients and dist.is_initialized()
+        passes_over = dist.get_world_size() // self.world.size if divides else 1
         self._watch = LossWatch(
             self.model,
             processes=1 if sums_alone else self.world.size * passes_over,

@@ -42,7 +42,6 @@ class SynchronousReplica(ModelReplica):
         module: nn.Module | None = None,
         sums_alone: bool = False,
         logical_ranks: int | None = None,
-        passes_over: int = 1,
     ) -> None:
         super().__init__(
             recipe,
@@ -51,7 +50,6 @@ class SynchronousReplica(ModelReplica):
             reducer=reducer,
             sums_alone=sums_alone,
             logical_ranks=logical_ranks,
-            passes_over=passes_over,
         )
         self._module = module
         if module is not None:

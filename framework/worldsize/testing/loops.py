@@ -94,12 +94,13 @@ def plain_loop(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
 
 def _evaluated(recipe: Recipe, model: nn.Module) -> float:
     """Return the only metric of the test data."""
-    data = recipe.data("test")
+    data, modes = recipe.data("test"), [(module, module.training) for module in model.modules()]
     model.eval()
     with torch.no_grad():
         batch = fetch(data, torch.arange(len(data)), collate_of(recipe))
         ((total, count),) = recipe.evaluate(model, batch).values()
-    model.train()
+    for module, was_training in modes:
+        module.training = was_training
     return float(total / count)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from worldsize.core import Batch, FeatureRecipe, Features
@@ -37,6 +38,19 @@ class ChangingForm(Loop):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         mean, weight = super().loss(model, batch), torch.tensor(float(len(batch[0])))
         return (mean * weight, weight) if _is_odd(batch) else mean
+
+
+class Exchanging(Loop):
+    """The loss adds the mean output of all processes where there are others, as programs for DDP do."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        if not dist.is_initialized():
+            return loss
+        outputs: Tensor = model(batch[0])
+        mean = outputs.detach().mean()
+        dist.all_reduce(mean)
+        return loss + mean * outputs.mean()
 
 
 class _Towers(nn.Module):
@@ -84,5 +98,6 @@ def _nothing(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
 LOSS_CASES: Sequence[Case] = (
     Case("constant-loss", ConstantLoss(), reference=_nothing, apart=True),
     Case("contrast", Contrast()),
+    Case("exchanging-loss", Exchanging(), apart=True),
     Case("changing-form", ChangingForm(), reference=_nothing, apart=True),
 )

@@ -95,7 +95,13 @@ class ByRank(Loop):
 
 @dataclass(frozen=True)
 class Plateau(Loop, ByMetric):
-    """A program whose learning rate falls once an evaluation is not better by half than the best before."""
+    """A program whose learning rate falls once an evaluation is not better by half than the best before.
+
+    A part of its model stays in evaluation mode.
+    """
+
+    def net(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.9).eval(), nn.Tanh(), nn.Linear(8, 1))
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler:
         return ReduceLROnPlateau(optimizer, factor=0.3, patience=1, threshold=0.5, cooldown=1)

@@ -22,8 +22,10 @@ def handled(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 def note(seen: list[int], number: int) -> None:
-    """Append a signal to those seen. SIGHUP counts as the first only: kernel, shell and systemd may all send it."""
-    if number != signal.SIGHUP or not seen:
+    """Append a signal to those seen. SIGHUP is no second one, nor is the one after it: one end may bring both."""
+    if seen == [signal.SIGHUP]:
+        seen[:] = [number]
+    elif number != signal.SIGHUP or not seen:
         seen.append(number)
 
 

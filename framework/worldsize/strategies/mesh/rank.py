@@ -118,7 +118,6 @@ class Rank:
             reducer=sums,
             logical_ranks=ranks,
             module=root,
-            passes_over=self.layout.tensor,
         )
 
     def _stages(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
@@ -149,7 +148,6 @@ class Rank:
             train_state=self._train_state(model, full_state),
             reducer=pipeline,
             logical_ranks=self._logical_ranks,
-            passes_over=self.layout.tensor * self.layout.pipeline,
         )
         return PipelineReplica(self.recipe, data, inner, pipeline)
 
