@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -15,7 +16,10 @@ import pytest
 from tests.data.every_source.recipe import number_of
 from tests.data.formats import FORMATS, SAMPLES
 from tests.data.range_server import served
+from worldsize.core import ConfigError
+from worldsize.data.source import check_paths
 from worldsize.data.sources.documents import DocumentWindows, PackedDocuments
+from worldsize.data.sources.json_lines import JsonLines
 from worldsize.data.sources.tokens import TokenFiles, TokenWindows
 from worldsize.data.storage.cache import Cache
 
@@ -170,3 +174,11 @@ def test_a_path_of_data_that_is_not_here_is_refused_before_anything_starts(train
     run = train("recipe=every_source", "data=jsonl", "data.path=nowhere", "recipe.seen=seen", "cluster.processes=1")
     assert (run.code, run.folder) == (2, None)
     assert run.error.startswith("nowhere: there is no such file, or no file in it that ends with .jsonl or ")
+
+
+def test_data_in_a_list_or_a_mapping_of_a_recipe_are_looked_for_too(tmp_path: Path) -> None:
+    missing = JsonLines(str(tmp_path / "nowhere"))
+    for parts in ([missing], (missing,), {"a": missing}, missing):
+        with pytest.raises(ConfigError, match="nowhere: there is no such file"):
+            check_paths(SimpleNamespace(parts=parts))
+    check_paths(SimpleNamespace(parts=[1, "text"]))

@@ -198,6 +198,21 @@ def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     return call
 
 
+def test_a_sweep_that_an_error_ends_says_what_its_runs_came_to(
+    called: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def task(cfg: DictConfig) -> Trial:
+        if cfg.seed == 2:
+            raise RuntimeError("no such thing")
+        return Trial(0, folder=Path("runs/one"))
+
+    with pytest.raises(RuntimeError):
+        called(task, "--multirun", "seed=1,2,3")
+    shown = capsys.readouterr().out
+    assert "sweep    2 of 3 runs completed" in shown  # the others are tried, too
+    assert "failed   run 2 of the sweep: seed=2: no such thing" in shown
+
+
 @pytest.mark.parametrize("code", [75, 143])
 @pytest.mark.parametrize("words", [("-m",), (*SEARCH, "sweep.metric=loss", "hydra.sweeper.max_failure_rate=1")])
 def test_a_run_that_is_asked_to_end_ends_its_sweep(

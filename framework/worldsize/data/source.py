@@ -137,7 +137,8 @@ def check_paths(owner: Any) -> None:
         ConfigError: a path does not name a file.
     """
     for value in getattr(owner, "__dict__", {}).values():
-        for each in value.values() if isinstance(value, Mapping) else [value]:
+        several = [*value.values()] if isinstance(value, Mapping) else value
+        for each in several if isinstance(several, list | tuple) else [value]:
             if isinstance(each, FileSource):
                 paths = [each.path] if isinstance(each.path, str) else each.path
                 if not any(map(is_url, paths)):

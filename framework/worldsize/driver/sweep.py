@@ -61,6 +61,7 @@ def call_sweep(
             pass  # the run's own error has been shown
         except Exception:  # the sweeper has no values to compare
             if not sweep.has_no_value():
+                ends.show(Console())
                 raise
         ends.show(Console())
         return max(refused, *sweep.exit_codes())
@@ -164,6 +165,7 @@ class _Sweep:
             return Trial(refuse(error), why=last_error(str(error) or type(error).__name__))
         except Exception as error:
             if not is_search():
+                self._ends.note(RunEnd(self._label(), 1, last_error(str(error) or type(error).__name__)))
                 raise
             traceback.print_exc()  # the sweeper may continue without showing it
             return Trial(1, why=last_error(str(error) or type(error).__name__))
