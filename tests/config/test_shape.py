@@ -78,7 +78,7 @@ def test_spare_nodes_need_a_gang_that_heals_and_a_launcher_that_tells_nodes_of_e
     check_heals({"worker": Role(4, restart="heal")}, cluster, Ssh(hosts=["a", "b", "c", "d"]))
     with pytest.raises(ConfigError, match="spare_nodes=1: nobody waits for them. Set strategy.on_failure=heal"):
         check_heals({"worker": Role(1)}, Cluster("ssh", 1, 1, "cpu", "gloo", spare_nodes=1), Ssh(hosts=["a", "b"]))
-    with pytest.raises(ConfigError, match="min_processes=2: this run does not go on with fewer"):
+    with pytest.raises(ConfigError, match="min_processes=2: this run does not continue with fewer"):
         check_heals({"worker": Role(3)}, Cluster("laptop", 1, 3, "cpu", "gloo", min_processes=2), Local())
     with pytest.raises(ConfigError, match="spare_nodes=1: Local does not tell .* Choose cluster=ssh or slurm"):
         check_heals({"worker": Role(1, restart="heal")}, Cluster("laptop", 1, 1, "cpu", "gloo", spare_nodes=1), Local())

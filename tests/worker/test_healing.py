@@ -1,4 +1,4 @@
-"""Members of a new membership agree on what is done after the step that they go on from."""
+"""Members of a new membership agree whether the evaluation after their newest step is done."""
 
 from __future__ import annotations
 

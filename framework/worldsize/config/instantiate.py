@@ -114,9 +114,9 @@ def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
 
 
 def _check_texts(node: Any, key: str) -> None:
-    """Raise ConfigError for a text below ``node`` that Hydra would resolve, perhaps to a target that nobody checked."""
+    """Raise ConfigError for a text below ``node`` that Hydra would resolve, perhaps to an unchecked target."""
     if isinstance(node, str) and "${" in node:
-        raise ConfigError(f"{key}: a text with ${{ cannot be given to what the configuration builds. Leave it out.")
+        raise ConfigError(f"{key}: an argument cannot contain the text ${{. Leave it out.")
     if isinstance(node, Mapping):
         for name, value in node.items():
             _check_texts(name, f"{key}.{name}")

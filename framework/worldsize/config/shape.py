@@ -185,7 +185,7 @@ def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMet
                 raise ConfigError(f"cluster.{name}={count}: nobody waits for them. Set strategy.on_failure=heal.")
         if cluster.min_processes:
             raise ConfigError(
-                f"cluster.min_processes={cluster.min_processes}: this run does not go on with fewer processes. Set "
+                f"cluster.min_processes={cluster.min_processes}: this run does not continue with fewer processes. Set "
                 "strategy.on_failure=heal, or leave the key out."
             )
         return

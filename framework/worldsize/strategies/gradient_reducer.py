@@ -49,10 +49,10 @@ class GradientReducer(ABC):
         return nullcontext()
 
     def commit(self) -> None:  # noqa: B027 - most change nothing but gradients
-        """Keep what the last :meth:`run` has changed in the model: the update follows."""
+        """Keep the changes of the last :meth:`run` in the model: the update follows."""
 
     def undo(self) -> None:  # noqa: B027 - most change nothing but gradients
-        """Undo what a :meth:`run` since the last :meth:`commit` has changed: the step has ended before its update.
+        """Undo the changes of a :meth:`run` since the last :meth:`commit`: the step has ended before its update.
 
         Only called where a gang heals, and only needed where survivors keep their own state: not by a strategy that
         ``shards_state``, whose state comes from copies.

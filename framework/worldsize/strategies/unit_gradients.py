@@ -178,7 +178,7 @@ class _Unit:
         self._is_held = False
         units = [each for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
         own = [each.unsharded_param for each in units]
-        # torch 2.11 keeps the gradients of earlier micro-batches elsewhere if they have another dtype
+        # torch 2.11 keeps the gradients of earlier micro-batches elsewhere if they have a different dtype
         earlier = [getattr(each, "unsharded_accumulated_grad", None) is not None for each in units]
         has = [each.grad is not None or one for each, one in zip(own, earlier, strict=True)]
         if any(has) or (has and self._is_reached and self._counts_calls):

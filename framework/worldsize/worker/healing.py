@@ -247,8 +247,9 @@ class HealingMember:
 def agreed_ends(step: int, world: World, progress: TrainingProgress | None, *, has_logged: bool) -> tuple[bool, bool]:
     """Return whether the evaluation and the save after ``step`` are done; every rank must call it.
 
-    They are if the first rank knows it, which must have ``has_logged`` them, and all others that completed the step:
-    an error may reach one of them where the others complete an evaluation. That one is repeated.
+    Both are done if the first rank completed and logged them (``has_logged``), and the evaluation only if every rank
+    with this step completed it: an error may reach one rank during an evaluation that the others complete. It is
+    repeated then.
     """
     known = progress if progress is not None and progress.step == step else None
     if world.rank == 0:

@@ -57,7 +57,7 @@ class StepMemory:
         """Whether the recipe has a state of its own."""
         self._exact = settings.determinism.exact_mode
         self._kind = type(self._recipe).__name__
-        self._shared: Mapping[int, bytes] | None = None  # this process's part of what was shared last
+        self._shared: Mapping[int, bytes] | None = None  # this process's part of the last shared states
 
     def metrics_of_all(self, sums: Mapping[str, Tensor]) -> Mapping[str, list[list[float]]]:
         """Gather this process's sums of training metrics (logical ranks, 2) of all; every rank must call it."""
@@ -87,8 +87,8 @@ class StepMemory:
         if self._shared and self._encoded() != self._shared:
             raise ConfigError(
                 f"{self._kind} has changed its state after the losses of a step, in a hook of the optimizer or in "
-                "evaluate, and strategy.on_failure=heal goes on with the state that they left. Change it in "
-                "micro_batch_loss alone, or set strategy.on_failure=restart."
+                "evaluate, and strategy.on_failure=heal continues from the shared state. Change it only in "
+                "micro_batch_loss, or set strategy.on_failure=restart."
             )
 
     def begin(self, first: TrainingProgress) -> TrainingProgress:

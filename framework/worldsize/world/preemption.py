@@ -22,7 +22,7 @@ def handled(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 def note(seen: list[int], number: int) -> None:
-    """Append a signal to those seen. SIGHUP is no second one, nor is the one after it: one end may bring both."""
+    """Append a signal to those seen. SIGHUP and one other count as one: a single shutdown may send both."""
     if seen == [signal.SIGHUP]:
         seen[:] = [number]
     elif number != signal.SIGHUP or not seen:
