@@ -181,7 +181,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     recipe, initial = _with_initial(recipe_of(config), config)
     if run.evaluates is None and not run.examine:
         check_remembers(recipe, roles, launcher, exact=exact)
-        check_graphs(numerics, cluster, logical_ranks // strategy.data_parallel(cluster), recipe)
+        check_graphs(numerics, cluster, logical_ranks // parts, recipe)
     return Settings(
         config=config,
         run=run,

@@ -162,13 +162,13 @@ class _Sweep:
         try:
             return self._task(cfg)
         except WorldsizeError as error:  # Hydra would print a traceback
-            return Trial(refuse(error), why=last_error(str(error) or type(error).__name__))
+            return Trial(refuse(error), why=_why(error))
         except Exception as error:
             if not is_search():
-                self._ends.note(RunEnd(self._label(), 1, last_error(str(error) or type(error).__name__)))
+                self._ends.note(RunEnd(self._label(), 1, _why(error)))
                 raise
             traceback.print_exc()  # the sweeper may continue without showing it
-            return Trial(1, why=last_error(str(error) or type(error).__name__))
+            return Trial(1, why=_why(error))
 
     def has_no_value(self) -> bool:
         """Return whether the search has no value: none of its runs has completed, or a signal has ended it."""
@@ -180,3 +180,8 @@ class _Sweep:
         if self.side_by_side is not None and not any(map(ends_sweep, codes)):
             codes.append(self.side_by_side.exit_code())
         return codes or [0]
+
+
+def _why(error: Exception) -> str:
+    """Return one line that says why a run failed."""
+    return last_error(str(error) or type(error).__name__)
