@@ -106,6 +106,18 @@ def test_an_error_that_quotes_a_secret_is_written_without_it(started: Path, monk
     assert "hunter2" not in text
 
 
+def test_steps_of_a_worker_do_not_search_for_nvml(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+    def refuse(_: RunDirectory) -> None:
+        raise ConnectionError(os.environ.get(asks))
+
+    monkeypatch.setenv(asks, "1")
+    monkeypatch.setattr(process, "read_settings", refuse)
+    with pytest.raises(ConnectionError, match="None"):
+        process.play(RunDirectory(started), placement({}, "alone"))
+
+
 def test_a_full_gpu_names_what_takes_less_memory(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     try:

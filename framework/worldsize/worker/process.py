@@ -46,6 +46,7 @@ from worldsize.worker.probe import introduce, probe
 from worldsize.worker.training import Training
 from worldsize.world.connections import Connections
 from worldsize.world.environments import Placement, placement
+from worldsize.world.fork import ask_the_driver
 from worldsize.world.membership import MembershipChannel, is_from_gone_peer
 from worldsize.world.parent import name_process
 from worldsize.world.preemption import Preemption
@@ -118,6 +119,7 @@ def play(run: RunDirectory, placement: Placement, channel: MembershipChannel | N
     An error is also written next to the process's log. ``channel`` tells a process of a gang that heals of its members.
     """
     settings, listeners = None, list[Listener]()
+    ask_the_driver()
     clean = process_scrubber({})  # before the settings take the secrets out of the environment
     try:
         settings = read_settings(run)

@@ -73,6 +73,15 @@ def leave_bad_fork(program: Sequence[str]) -> None:
     os.execv(program[0], [*program])
 
 
+def ask_the_driver() -> None:
+    """Let torch ask CUDA's driver for GPUs in a process that is not forked again before it uses them.
+
+    ``import worldsize`` makes torch ask NVML instead. Each step of an optimizer asks, and each time without a GPU torch
+    then searches for NVML's library, which takes 0.1 ms.
+    """
+    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+
+
 @contextmanager
 def ready_to_fork() -> Iterator[None]:
     """Freeze the garbage collector, so that processes forked inside neither scan nor copy imported objects."""
