@@ -33,8 +33,8 @@ _logger = logging.getLogger(__name__)
 
 _FIRST = 5.0  # seconds until the first reading, and from there to the first sample: a short run pays nothing for it
 _COLLECT = 5.0  # seconds between two looks for the alerts of other nodes
-_NICENESS = 19  # every process of the run has priority
-_LAST = 1.0  # seconds that the process gets to end
+_NICENESS = 5  # ranks have priority, but a run waits for the end of this process: with 19, seconds on a busy machine
+_LAST = 5.0  # seconds that the process gets to end
 
 
 @final
