@@ -80,4 +80,4 @@ def test_a_list_of_paths_is_taken_and_a_folder_is_one_path() -> None:
 def test_a_recipe_that_takes_no_source_says_so(train: Any) -> None:
     run = train("data=jsonl", "data.path=x")
     assert run.code == 2
-    assert "this recipe takes no data=... A recipe that does says so in the defaults list of its YAML file" in run.error
+    assert "this recipe takes no data=... A recipe that does has a line under `defaults:` of its YAML file" in run.error

@@ -140,7 +140,7 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
     parent, name, known = _first_unknown(key, _composed(words))
     if not parent and name in known:
         return (
-            f"this recipe takes no {name}=... A recipe that does says so in the defaults list of its YAML file, "
+            f"this recipe takes no {name}=... A recipe that does has a line under `defaults:` of its YAML file, "
             f"e.g. with '- /{name}: null'."
         )
     is_misspelt = _is_misspelt(name, known)
