@@ -102,10 +102,10 @@ def test_a_node_that_cannot_ask_slurm_does_not_go_on(answers: Path) -> None:
 
 
 def test_a_node_waits_no_longer_for_a_slurm_that_hangs(answers: Path) -> None:
-    (answers.parent / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 20\n")
+    (answers.parent / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 600\n")
     begun = time.monotonic()
     assert not Slurm(node_timeout=0.5).is_current()
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 120
 
 
 def test_an_agent_that_was_started_by_hand_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
