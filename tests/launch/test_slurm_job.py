@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -75,6 +78,40 @@ def test_a_job_asks_for_the_cpus_that_its_processes_need(tmp_path: Path) -> None
     asked = options(tmp_path, cluster, options={"cpus-per-gpu": 7}, gpus_per_node=2)  # which Slurm takes in its place
     assert "cpus-per-gpu=7" in asked
     assert not any(each.startswith("cpus-per-task") for each in asked)
+
+
+def test_runs_of_a_sweep_that_ask_for_different_jobs_are_not_one_array(train: Any, tmp_path: Path) -> None:
+    """Else all would have the nodes, CPUs and secrets of the first."""
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(
+        '#!/bin/sh\n[ "$1" = --test-only ] && exit\nnumber=$(ls -d job_* 2>/dev/null | wc -l)\nmkdir job_$number\n'
+        'cp "$2" job_$number/script\nprintenv WORLDSIZE_SECRETS > job_$number/secrets\necho $((100 + number))\n'
+    )
+    sbatch.chmod(0o755)
+    words = (
+        "+cluster=slurm",
+        "seed=1,2",
+        "cluster.nodes=1,2",
+        "logger.project='${oc.env:A_TOKEN}','${oc.env:B_TOKEN}'",
+    )
+    variables = {"PATH": f"{sbatch.parent}:{os.environ['PATH']}", "A_TOKEN": "canary-1", "B_TOKEN": "canary-2"}
+    run = train("recipe=digits", "--multirun", *words, logger="wandb", **variables)
+    assert run.code == 0, run.error
+    jobs = []
+    for number in range(4):
+        script, secrets = ((tmp_path / f"job_{number}" / name).read_text() for name in ("script", "secrets"))
+        (nodes,) = re.findall(r"#SBATCH --nodes=(\d)\n", script)
+        assert "#SBATCH --array=0-1\n" in script
+        (project,) = set(re.findall(r"canary-\d", secrets))
+        runs = [Path(word) for word in script.partition("runs=(")[2].partition(")")[0].split()]
+        assert len(runs) == 2
+        for place, folder in enumerate(runs):
+            manifest = json.loads((folder / "run_manifest.json").read_text())
+            assert manifest["config"]["cluster"]["nodes"] == int(nodes)
+            assert manifest["jobs"][-1]["id"] == f"{100 + number}_{place}"
+        jobs.append((nodes, project))
+    assert sorted(jobs) == [("1", "canary-1"), ("1", "canary-2"), ("2", "canary-1"), ("2", "canary-2")]
 
 
 def test_a_node_of_its_own_is_used_with_all_its_cpus(tmp_path: Path) -> None:
