@@ -81,6 +81,13 @@ def test_an_option_of_several_lines_is_no_line_of_a_job_script() -> None:
         _quoted("a\n#SBATCH --exclusive")
 
 
+@pytest.mark.parametrize("text", ["'${'", "'${a b}'", "${oc.env:}", "${oc.nothing:x}"])
+def test_a_reference_that_means_nothing_is_to_be_left_out(text: str) -> None:
+    """A backslash before it is no remedy where objects are built, which take no such text."""
+    with pytest.raises(ConfigError, match=r"^optimizer\.fused: [^\\]* or leave \$\{ out\.$"):
+        value("optimizer.fused", f"optimizer.fused={text}")
+
+
 def test_what_cannot_be_read_is_to_be_quoted() -> None:
     with pytest.raises(ConfigError, match=r"cannot be read: .* If the value is text, write run.name='\"VALUE\"'\.$"):
         value("run.name", "run.name=a'b;c")

@@ -75,7 +75,7 @@ def _unresolved(error: OmegaConfBaseException) -> str:
     """Explain an interpolation that has no value."""
     text, key = _first_line(error), f"{error.full_key}: " if error.full_key else ""
     if "GrammarParseError" in text or isinstance(error, GrammarParseError):
-        return f"{key}what stands in ${{...}} cannot be read. Write e.g. ${{seed}} or ${{oc.env:NAME}}, or leave ${{ out."
+        return f"{key}${{...}} cannot be read. Write e.g. ${{seed}} or ${{oc.env:NAME}}, or leave ${{ out."
     if variable := re.search(r"Environment variable '(.*?)' not found", text):
         return (
             f"{key}the environment variable {variable[1]!r} is not set. Set it, or write a default: "
