@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import folders
 from worldsize.config.cluster import cluster_of
 from worldsize.core import Cluster, ConfigError, Plan, Role
 from worldsize.launch.slurm import Slurm
@@ -54,7 +54,7 @@ def test_a_job_of_an_array_is_asked_for_by_its_place(answers: Path, monkeypatch:
     shown = f'#!/bin/sh\n[ "$*" = "show job --oneliner 7_3" ] && exec /bin/cat {answers}\n'
     (answers.parent / "scontrol").write_text(shown)
     answers.write_text("JobId=7 JobState=RUNNING Restarts=1")
-    assert Slurm(node_timeout=0.1).is_current()
+    assert Slurm().is_current()
     plans = [Plan(answers.parent / name, Cluster("slurm", 2, 2, "cpu", "gloo"), {}, {}) for name in ("a", "b")]
     script = Slurm().describe_all(plans)
     assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in script
@@ -81,7 +81,7 @@ def test_a_job_asks_for_the_cpus_that_its_processes_need(tmp_path: Path) -> None
 
 
 def test_runs_of_a_sweep_that_ask_for_different_jobs_are_not_one_array(train: Any, tmp_path: Path) -> None:
-    """Else all would have the nodes, CPUs and secrets of the first."""
+    """Else all would have the nodes, CPUs and secrets of the first one."""
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text(
@@ -89,29 +89,22 @@ def test_runs_of_a_sweep_that_ask_for_different_jobs_are_not_one_array(train: An
         'cp "$2" job_$number/script\nprintenv WORLDSIZE_SECRETS > job_$number/secrets\necho $((100 + number))\n'
     )
     sbatch.chmod(0o755)
-    words = (
-        "+cluster=slurm",
-        "seed=1,2",
-        "cluster.nodes=1,2",
-        "logger.project='${oc.env:A_TOKEN}','${oc.env:B_TOKEN}'",
-    )
-    variables = {"PATH": f"{sbatch.parent}:{os.environ['PATH']}", "A_TOKEN": "canary-1", "B_TOKEN": "canary-2"}
-    run = train("recipe=digits", "--multirun", *words, logger="wandb", **variables)
+    project = "logger.project='${oc.env:TOKEN_${cluster.nodes}_${seed}}'"
+    tokens = {f"TOKEN_{nodes}_{seed}": f"canary-{nodes == seed == 2}" for nodes in (1, 2) for seed in (1, 2)}
+    words = ("--multirun", "+cluster=slurm", "cluster.nodes=1,2", "seed=1,2", project)
+    run = train("recipe=digits", *words, logger="wandb", PATH=f"{sbatch.parent}:{os.environ['PATH']}", **tokens)
     assert run.code == 0, run.error
     jobs = []
-    for number in range(4):
-        script, secrets = ((tmp_path / f"job_{number}" / name).read_text() for name in ("script", "secrets"))
-        (nodes,) = re.findall(r"#SBATCH --nodes=(\d)\n", script)
-        assert "#SBATCH --array=0-1\n" in script
-        (project,) = set(re.findall(r"canary-\d", secrets))
-        runs = [Path(word) for word in script.partition("runs=(")[2].partition(")")[0].split()]
-        assert len(runs) == 2
-        for place, folder in enumerate(runs):
-            manifest = json.loads((folder / "run_manifest.json").read_text())
-            assert manifest["config"]["cluster"]["nodes"] == int(nodes)
-            assert manifest["jobs"][-1]["id"] == f"{100 + number}_{place}"
-        jobs.append((nodes, project))
-    assert sorted(jobs) == [("1", "canary-1"), ("1", "canary-2"), ("2", "canary-1"), ("2", "canary-2")]
+    for folder in folders(tmp_path / "runs"):
+        manifest = json.loads((folder / "run_manifest.json").read_text())
+        job, _, place = manifest["jobs"][-1]["id"].partition("_")
+        script, secrets = ((tmp_path / f"job_{int(job) - 100}" / name).read_text() for name in ("script", "secrets"))
+        key = (manifest["config"]["cluster"]["nodes"], manifest["config"]["seed"])
+        assert f"#SBATCH --nodes={key[0]}\n" in script
+        assert f'"canary-{key == (2, 2)}"' in secrets
+        assert script.count("#SBATCH --array=0-1\n") == (key[0] == 1)
+        jobs.append((key, job, place))
+    assert [(job, place) for _, job, place in sorted(jobs)] == [("100", "0"), ("100", "1"), ("101", ""), ("102", "")]
 
 
 def test_a_node_of_its_own_is_used_with_all_its_cpus(tmp_path: Path) -> None:
