@@ -20,7 +20,7 @@ class Held(Digits):
 
 
 def write_held(project: Path) -> Path:
-    """Write ``recipe=held``, which is digits with slow steps while a file exists; return the file, which is there."""
+    """Write ``recipe=held``: digits with slow steps while a file exists. Create the file, and return it."""
     target = "defaults: [digits, _self_]\nrecipe: {_target_: recipes.held.recipe.Held}\n"
     write_recipe(project, "held", HELD, held=f"# @package _global_\n{target}")
     (project / "held").touch()

@@ -23,7 +23,7 @@ def test_it_waits_until_hosts_begin_and_gives_up_on_a_report_once_they_are_silen
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now, findings = [0.0], tmp_path / "findings"
-    facts = {601: ("node_00000", {"node": 0}), 1100: ("meeting", {"hosts": []})}
+    facts: dict[int, tuple[str, dict[str, Any]]] = {601: ("node_00000", {"node": 0}), 1100: ("meeting", {"hosts": []})}
 
     def sleep(seconds: float) -> None:
         now[0] += seconds

@@ -60,7 +60,7 @@ def opened() -> Iterator[list[Any]]:
 
 @pytest.fixture
 def give_up(port: int, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let the time pass in which the leader waits for others."""
+    """Let the leader's patience end."""
     is_late = threading.Event()
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6 * is_late.is_set(), sleep=time.sleep)
     monkeypatch.setattr(admission, "time", clock)
@@ -92,7 +92,7 @@ def follows(key: RunKey, port: int, *, rank: int = 1, patience: float = 60.0) ->
 
 def dialed(port: int, opened: list[Any]) -> socket.socket:
     """Connect as soon as somebody listens."""
-    connection = eventually(lambda: connected(port))
+    connection: socket.socket = eventually(lambda: connected(port))
     opened.append(connection)
     return connection
 

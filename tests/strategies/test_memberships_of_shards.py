@@ -42,7 +42,7 @@ def trained(world: World, strategy: FSDP) -> tuple[list[float], int]:
 
 
 def open_sockets(most: int) -> int:
-    """Wait until at most ``most`` sockets are open, since threads of gloo close those of groups; return how many."""
+    """Wait until at most ``most`` sockets are open, since gloo closes sockets in threads; return their number."""
     deadline = time.monotonic() + 120
     while (count := len(_sockets())) > most and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -175,17 +175,17 @@ def test_hooks_of_an_optimizer_run_in_its_steps_alone(name: str, before: int) ->
 
 
 class Sized(Tensor):
-    """A tensor whose bytes are counted each time that they are asked for."""
+    """A tensor that counts the reads of its size."""
 
-    asked = 0
+    reads = 0
 
     @property
-    def nbytes(self) -> int:
-        Sized.asked += 1
+    def nbytes(self) -> int:  # type: ignore[override]
+        Sized.reads += 1
         return super().nbytes
 
 
 def test_buckets_of_many_tensors_are_cut_in_time_that_grows_with_their_number() -> None:
     tensors = [torch.empty(1).as_subclass(Sized) for _ in range(4000)]
     assert [len(each) for each in _buckets(tensors, 4 * 1000)] == [1000] * 4
-    assert Sized.asked < 3 * 4000  # a sum over the bucket for each tensor asks 500 times as often
+    assert Sized.reads < 3 * 4000  # a sum over the bucket for each tensor reads 500 times as often

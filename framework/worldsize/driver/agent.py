@@ -144,7 +144,7 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
                     door = stack.enter_context(Door(place, port, read_key(run.path), check, silence=silence))
             check_paths(settings.recipe)  # on this host, after what the others lack was compared with it
             code = run_attempts(settings, Lead.of(launcher, place, others, door), plan, record).exit_code
-        except Exception as error:  # of any kind: the recipe is asked for its data
+        except Exception as error:  # of any kind: recipes look for their data
             if len(record.attempts) == attempts:  # the hosts did not meet, or differ
                 record.give_up(_cause(error), unstarted=plan.world_size)
             raise

@@ -235,13 +235,13 @@ def _show(plans: Sequence[Plan], settings: Settings) -> int:
 
 
 def submit_sweep(sweep: Sequence[Launch]) -> int:
-    """Submit the runs of a sweep, or show their jobs if ``launch`` says so; return the exit code.
+    """Submit the runs of a sweep, or show their jobs with ``launch=show``; return the exit code.
 
-    Runs that ask for the same are one job. Those that vary the nodes, CPUs, options or secrets of a job have their own.
+    Runs with equal nodes, CPUs, options and secrets share a job.
     """
     jobs = list[list[Launch]]()
     for launch in sweep:
-        same = next((job for job in jobs if _asked(job[0]) == _asked(launch)), None)
+        same = next((job for job in jobs if _request_of(job[0]) == _request_of(launch)), None)
         if same is None:
             jobs.append([launch])
         else:
@@ -251,8 +251,8 @@ def submit_sweep(sweep: Sequence[Launch]) -> int:
     return _submit(jobs)
 
 
-def _asked(launch: Launch) -> tuple[object, ...]:
-    """Return what a run asks of its job."""
+def _request_of(launch: Launch) -> tuple[object, ...]:
+    """Collect the properties of a job that a run needs."""
     plan, launcher = launch.plan, launch.settings.launcher
     return launcher, plan.cluster, dict(plan.environment), dict(plan.secrets), heals(plan.roles)
 
