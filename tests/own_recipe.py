@@ -4,6 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
+HELD = """\
+import time
+from pathlib import Path
+
+from recipes.digits.recipe import Digits
+
+
+class Held(Digits):
+    def loss(self, model, batch):
+        if Path("held").exists():
+            time.sleep(0.25)
+        return super().loss(model, batch)
+"""
+
+
+def write_held(project: Path) -> Path:
+    """Write ``recipe=held``: digits with slow steps while a file exists. Create the file, and return it."""
+    target = "defaults: [digits, _self_]\nrecipe: {_target_: recipes.held.recipe.Held}\n"
+    write_recipe(project, "held", HELD, held=f"# @package _global_\n{target}")
+    (project / "held").touch()
+    return project / "held"
+
 
 def write_recipe(project: Path, name: str, code: str, **options: str) -> Path:
     """Write ``recipes/<name>`` below ``project``, and return its folder.

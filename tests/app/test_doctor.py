@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,15 +22,18 @@ from worldsize.records.run_directory import RunDirectory
 def test_it_waits_until_hosts_begin_and_gives_up_on_a_report_once_they_are_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "_POLL", 0.01)
-    first = threading.Timer(0.6, write_facts, (tmp_path / "findings", "node_00000", {"node": 0}))
-    second = threading.Timer(0.9, write_facts, (tmp_path / "findings", "meeting", {"hosts": []}))
-    began = time.monotonic()
-    first.start()
-    second.start()
-    doctor.wait_for_report(tmp_path / "findings", 0.5)
-    assert time.monotonic() - began >= 1.4, "nobody has begun for longer than that, and then something new came"
-    assert "The first host has left no report, and nothing new for 0.5 s." in capsys.readouterr().out
+    now, findings = [0.0], tmp_path / "findings"
+    facts: dict[int, tuple[str, dict[str, Any]]] = {601: ("node_00000", {"node": 0}), 1100: ("meeting", {"hosts": []})}
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        for at in [at for at in facts if at <= now[0]]:
+            write_facts(findings, *facts.pop(at))
+
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    doctor.wait_for_report(findings, 500.0)
+    assert now[0] == pytest.approx(1600, abs=2 * doctor._POLL), "nothing at first, and then something new"
+    assert "The first host has left no report, and nothing new for 500 s." in capsys.readouterr().out
 
 
 def test_it_ends_with_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.config.test_malformed import called
+from tests.own_recipe import write_recipe
 from tests.small_disk import mounted
 from worldsize import app
 
@@ -62,10 +63,32 @@ def test_a_run_leaves_its_record(train: Any) -> None:
     assert run.folder.name in re.sub(r"\s", "", run.output)
 
 
-def test_time_spent_on_an_evaluation_or_a_save_counts_in_no_step_and_shortens_none(train: Any) -> None:
-    slow = "faults=[{action: sleep, seconds: 0.1}, {action: sleep, seconds: 1, point: 'evaluate:begin'}]"
-    run = train(*QUICK, "steps=6", "log_every=3", "evaluate_every=2", "checkpoint.every=4", slow)
-    assert all(96 / 1.0 < step["samples_per_second"] < 96 / 0.1 for step in run.steps()[1:])
+LONG = """\
+import time
+from types import SimpleNamespace
+
+from recipes.digits.recipe import Digits
+from worldsize.engine import window
+
+late = [0.0]
+window.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0])
+
+
+class Long(Digits):
+    def evaluate(self, *arguments):
+        late[0] += 1e6  # seconds
+        return super().evaluate(*arguments)
+"""
+
+
+def test_time_spent_on_an_evaluation_or_a_save_counts_in_no_step_and_shortens_none(train: Any, tmp_path: Path) -> None:
+    target = "defaults: [digits, _self_]\nrecipe: {_target_: recipes.long.recipe.Long}\n"
+    write_recipe(tmp_path, "long", LONG, long=f"# @package _global_\n{target}")
+    slow = "faults=[{action: sleep, seconds: 0.1}]"
+    words = ("recipe=long", "recipe.width=4", "steps=6", "log_every=3", "evaluate_every=2", "checkpoint.every=4", slow)
+    run = train(*words)
+    assert run.code == 0, run.error
+    assert all(96 / 1e4 < step["samples_per_second"] < 96 / 0.1 for step in run.steps()[1:])
 
 
 def test_equal_seeds_give_equal_bits_and_others_do_not(train: Any) -> None:

@@ -240,7 +240,7 @@ def _start(slurm: Slurm, nodes: int) -> None:
 
 
 def _wait_for_nodes(slurm: Slurm, nodes: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while slurm.nodes() != ["idle"] * nodes:
         assert time.monotonic() < deadline, (slurm.folder / "log" / "slurmctld.log").read_text()[-2000:]
         time.sleep(0.1)

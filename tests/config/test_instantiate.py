@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
+from tests.conftest import REPOSITORY
 from worldsize.config.instantiate import Allowed, build, bundled_targets, check_targets, resolve
+from worldsize.config.schema import Schema
 from worldsize.config.search_path import bundle, make_importable
 from worldsize.core import Cluster, ConfigError, Link, Strategy
 
@@ -101,6 +106,21 @@ def test_a_target_that_does_not_exist_names_its_neighbour() -> None:
 def test_only_what_a_configuration_may_name_is_built(target: str) -> None:
     with pytest.raises(ConfigError, match="outside the allow-list|does not exist"):
         make({"_target_": target})
+
+
+def targets_in(node: Any) -> Iterator[str]:
+    """Yield the targets anywhere in a parsed YAML file, but for those that other keys name."""
+    if isinstance(node, dict) and "$" not in (target := node.get("_target_", "$")):
+        yield target
+    for child in [*node.values()] if isinstance(node, dict) else node if isinstance(node, list) else []:
+        yield from targets_in(child)
+
+
+def test_the_bundled_targets_are_those_of_all_bundled_files_and_of_the_schema() -> None:
+    folders = [REPOSITORY / "conf", *REPOSITORY.glob("plugins/*/conf"), *REPOSITORY.glob("recipes/*/conf")]
+    files = [file for folder in folders for file in folder.rglob("*.yaml")]
+    named = {target for file in files for target in targets_in(yaml.safe_load(file.read_text()))}
+    assert bundled_targets() == named | {*targets_in(OmegaConf.to_container(OmegaConf.structured(Schema)))}
 
 
 def test_every_target_of_the_bundled_files_is_admitted_and_exists() -> None:

@@ -13,6 +13,7 @@ from worldsize.config import installed as module
 from worldsize.config.catalogue import options, plugins, used
 from worldsize.config.compose import compose_and_call
 from worldsize.config.installed import installed
+from worldsize.config.instantiate import Allowed, bundled_targets, resolve
 from worldsize.config.search_path import check_unique, config_folders
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.reproducibility.plugins import check_kept, digest_of, keep
@@ -52,10 +53,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         (folder / "__init__.py").write_text("raise RuntimeError('it was imported')\n")
         monkeypatch.syspath_prepend(str(site))
         installed.cache_clear()
+        bundled_targets.cache_clear()
         return folder
 
     yield package
     installed.cache_clear()
+    bundled_targets.cache_clear()
 
 
 def test_an_installed_package_offers_its_options_and_is_not_imported(
@@ -68,6 +71,24 @@ def test_an_installed_package_offers_its_options_and_is_not_imported(
     assert [(option.name, option.about) for option in plugin.options] == [("made_up", "What it does")]
     check_unique()
     assert "worldsize_made_up" not in sys.modules
+
+
+def test_an_installed_package_may_be_built_as_its_files_name_it_and_in_no_other_way(
+    project: Path, install: Callable[..., Path]
+) -> None:
+    allowed = Allowed()
+    assert not allowed.admits("worldsize_imported.strategy.S")
+    folder = install("worldsize_imported")
+    others = [f"worldsize_imported.strategy.{name}" for name in ("_run", "Other", "S._run", "os.system")]
+    assert [allowed.admits(each) for each in ("worldsize_imported.strategy.S", *others)] == [True] + [False] * 4
+    (folder / "__init__.py").write_text("")
+    (folder / "strategy.py").write_text(
+        "import os\nclass S:\n  def _run(self): ...\nclass Other: ...\ndef _run(): ...\n"
+    )
+    assert isinstance(resolve("worldsize_imported.strategy.S", allowed, "strategy")(), object)
+    for each in others:
+        with pytest.raises(ConfigError, match="outside the allow-list"):
+            resolve(each, allowed, "strategy")
 
 
 def test_an_installed_package_without_options_is_named_when_an_option_is_missing(

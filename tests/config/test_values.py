@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from omegaconf import OmegaConf
 from worldsize.config.compose import compose_and_call
 from worldsize.core import ConfigError
 from worldsize.core.limits import FolderName
+from worldsize.data.source import check_paths
+from worldsize.data.sources.json_lines import JsonLines
 from worldsize.launch.slurm import _quoted
 
 
@@ -56,6 +59,17 @@ def test_a_path_may_begin_with_the_home_folder(key: str, monkeypatch: pytest.Mon
     assert value(key, f"{key}=~nobody-of-this-name/a") == ["~nobody-of-this-name/a"]
 
 
+def test_data_may_lie_in_the_home_folder_of_the_host_that_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = value("data.path", "recipe=click_through", "data=jsonl", "data.path=~/a b.jsonl")
+    (tmp_path / "a b.jsonl").write_text('{"text": "é"}\n')
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(JsonLines(path)) == 1
+    with pytest.raises(ConfigError, match="~nobody-of-this-name/a"):
+        check_paths(SimpleNamespace(source=JsonLines("~nobody-of-this-name/a")))
+
+
 @pytest.mark.parametrize("name", ["a\n#SBATCH --exclusive", "a\x1b[31m", "a\u2028b"])
 def test_a_name_of_several_lines_is_refused(name: str) -> None:
     assert "cannot be a folder's name" in str(FolderName().refusal(name))
@@ -65,6 +79,13 @@ def test_an_option_of_several_lines_is_no_line_of_a_job_script() -> None:
     assert _quoted("a b") == '"a b"'
     with pytest.raises(ConfigError, match="would be several lines of the job script"):
         _quoted("a\n#SBATCH --exclusive")
+
+
+@pytest.mark.parametrize("text", ["'${'", "'${a b}'", "${oc.env:}", "${oc.nothing:x}"])
+def test_a_reference_that_means_nothing_is_to_be_left_out(text: str) -> None:
+    """Objects that are built take no such text, also not after a backslash."""
+    with pytest.raises(ConfigError, match=r"^optimizer\.fused: [^\\]* or leave \$\{ out\.$"):
+        value("optimizer.fused", f"optimizer.fused={text}")
 
 
 def test_what_cannot_be_read_is_to_be_quoted() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from worldsize.data.order import Order
 from worldsize.data.shuffle import Shuffle
 from worldsize.data.worker_stacks import WorkerStacks
 
-BOUND = 4.0  # seconds, which the first batches of a worker take at most
+BOUND = 120.0  # seconds
+HANGS = multiprocessing.Event()  # set by the process that hangs
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def _hang() -> None:
     lock = threading.Lock()
     lock.acquire()
+    HANGS.set()
     lock.acquire()
 
 
@@ -52,7 +56,17 @@ def _steps(workers: int) -> Iterator[object]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_that_hangs_is_an_error_with_its_place(workers: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sample_that_hangs_is_an_error_with_its_place(
+    workers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    HANGS.clear()
+    now = [0.0]
+
+    def monotonic() -> float:
+        now[0] += HANGS.is_set()  # no time passes before
+        return now[0]
+
+    monkeypatch.setattr(data_wait, "time", SimpleNamespace(monotonic=monotonic))
     steps = _steps(workers)
     with caplog.at_level(logging.WARNING, "worldsize"):
         next(steps), next(steps)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from worldsize.config.recorded import read_settings
-from worldsize.driver.host_check import check_hosts, data_digest
+from worldsize.data.sources.json_lines import JsonLines
+from worldsize.driver.host_check import _data_of, check_hosts, data_digest
 from worldsize.errors import WorldsizeError
 from worldsize.records.run_directory import RunDirectory
 
@@ -22,6 +24,14 @@ def test_a_data_digest_depends_on_names_and_sizes_and_names_missing_files(tmp_pa
     files["b.txt"].write_text("three")
     files["c.txt"].write_text("")
     assert data_digest(files) == hashlib.sha256(b"a.txt 3\nb.txt 5\nc.txt 0").hexdigest()[:12]
+
+
+def test_a_host_tells_which_path_of_its_data_is_missing(tmp_path: Path) -> None:
+    recipe: Any = SimpleNamespace(parts=[JsonLines(str(tmp_path / "nowhere.jsonl"))], files=dict)
+    told = _data_of(recipe)
+    assert told.startswith(f"that are missing ({tmp_path}/nowhere.jsonl: there is no such file")
+    (tmp_path / "nowhere.jsonl").write_text("{}\n")
+    assert _data_of(recipe) == data_digest({})
 
 
 def test_a_host_without_the_data_is_named(train: Any) -> None:

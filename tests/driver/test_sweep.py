@@ -35,6 +35,9 @@ from worldsize.launch.torchrun import Torchrun
 from worldsize.records.redaction import REDACTED
 
 RECIPE = '''
+import os
+import time
+from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -43,13 +46,19 @@ from worldsize.core import Recipe
 class Hill(Recipe):
     """One weight begins at 0, and its loss is 0 at 1, where one step of plain SGD leads with a learning rate of 1."""
 
-    def __init__(self, make_optimizer): self.make_optimizer = make_optimizer
+    def __init__(self, make_optimizer, meets): self.make_optimizer, self.meets = make_optimizer, meets
     def model(self): return nn.Linear(1, 1, bias=False)
     def optimizer(self, model):
         nn.init.zeros_(model.weight)
         return self.make_optimizer(model.parameters())
     def data(self, split): return TensorDataset(torch.ones(4, 1))
-    def loss(self, model, batch): return 0.5 * (model(batch[0]) - 1).square().mean()
+    def loss(self, model, batch):
+        Path(f"meets_{os.getpid()}").touch()
+        deadline = time.monotonic() + 120
+        while len([*Path().glob("meets_*")]) < self.meets:  # until as many runs train at the same time
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return 0.5 * (model(batch[0]) - 1).square().mean()
     def evaluate(self, model, batch):
         error = (model(batch[0]) - 1).double()
         count = torch.tensor(len(error))
@@ -59,7 +68,7 @@ OPTIONS = """# @package _global_
 steps: 1
 batch_size: 4
 lr: 1.0
-recipe: {_target_: recipes.hill.recipe.Hill, make_optimizer: "${optimizer}"}
+recipe: {_target_: recipes.hill.recipe.Hill, make_optimizer: "${optimizer}", meets: 1}
 """
 HILL = (
     "recipe=hill",
@@ -156,9 +165,8 @@ def test_a_run_that_is_refused_ends_the_search(train: Any, hill: Path) -> None:
 
 
 def test_joblib_trains_two_runs_side_by_side_and_tells_how_they_ended(train: Any, hill: Path) -> None:
-    slow = "{action: sleep, seconds: 5}"
-    side_by_side = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    run = train(*HILL, *side_by_side, f"faults=[{slow}],[{slow}, {{action: kill}}]")
+    side_by_side = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "recipe.meets=2", "steps=2")
+    run = train(*HILL, *side_by_side, "faults=[],[{action: kill, step: 2}]")
     assert run.code == 1, run.error
     manifests = [json.loads((each / "run_manifest.json").read_text()) for each in folders(hill / "runs")]
     assert len({each["config"]["run"]["group"] for each in manifests}) == 1

@@ -7,11 +7,14 @@ import re
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.conftest import Train
 from tests.observe.run_folders import write_run
+from worldsize.collectives import peer_wait
 from worldsize.collectives.peer_wait import PEER_WAIT
 from worldsize.observe.report.hangs import hangs
 from worldsize.observe.report.page import page
@@ -165,30 +168,45 @@ def test_two_processes_of_a_rank_that_did_the_same_are_one_row_of_the_report(tmp
     assert [row.who for row in hang.rows] == ["worker ranks 1-2"]
 
 
-def test_a_process_that_outlives_a_hang_writes_of_the_next_one_too(tmp_path: Path) -> None:
+def test_a_process_that_outlives_a_hang_writes_of_the_next_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It waits for a message, then is asked by others, then waits for another message; each once."""
     log, asked = tmp_path / "server_00000.log", tmp_path / "hang_1"
+    now, looks = [time.time()], [0]
+    clock = SimpleNamespace(time_ns=lambda: int(now[0] * 1e9), monotonic=lambda: now[0], sleep=time.sleep)
 
-    def written(number: int) -> bool:
-        return len(hung_processes(tmp_path)) == number
+    def look() -> list[Any]:
+        looks[0] += 1
+        return []
+
+    for module in (flight, peer_wait):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(flight, "_SLOWEST", 0.01)
+    monkeypatch.setattr(flight, "_collectives", look)
 
     def await_record(number: int) -> None:
-        deadline = time.monotonic() + 120
-        while not written(number):
+        deadline, seen = time.monotonic() + 120, looks[0]
+        while len(hung_processes(tmp_path)) < number or looks[0] < seen + 3:  # it looks again, and writes no other
             assert time.monotonic() < deadline
             threading.Event().wait(0.02)
+        assert len(hung_processes(tmp_path)) == number
 
-    with hangs_watched(log, asked, attempt=1, timeout=1.0):
+    with hangs_watched(log, asked, attempt=1, timeout=1000.0):
         with PEER_WAIT.during("work"):
+            now[0] += 700
             await_record(1)
-            threading.Event().wait(0.8)  # the same hang
-            assert written(1)
+            now[0] += 700  # the same hang
+            await_record(1)
         asked.touch()
         await_record(2)
+        now[0] += 10
         asked.touch()  # by a second one, because of the same hang
+        await_record(2)
         with PEER_WAIT.during("an answer"):
+            now[0] += 700
             await_record(3)
     names = ["server_00000.flight_before_1.json", "server_00000.flight_before_2.json", "server_00000.flight.json"]
     waits = [json.loads((tmp_path / name).read_text())["awaited"] for name in names]
     assert [each["what"] if each else None for each in waits] == ["work", None, "an answer"]
-    assert waits[2]["seconds"] > 0.6  # else the second one that asked was heard
+    assert waits[2]["seconds"] == pytest.approx(700)

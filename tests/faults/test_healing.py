@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.outcome import outcome
+from tests.own_recipe import write_held
 
 REPOSITORY = Path(__file__).parents[2]
 OPTIONS = ("recipe=digits", "recipe.width=4", "steps=24", "log_every=3", "checkpoint.every=6", "cluster.threads=1")
@@ -222,11 +223,10 @@ def test_workers_come_and_go_while_it_trains(
     warm_python: Path,
 ) -> None:
     """4, 3, 5 and 2 processes in one run: the digests are those of one process."""
-    steps = ("steps=100", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
-    options = (*OPTIONS, *FOUR, *steps)
-    slow = faults({"action": "sleep", "rank": None, "step": None, "seconds": 0.1, "attempt": None})
+    steps = ("steps=110", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
+    options, held = (*OPTIONS, *FOUR, *steps), write_held(tmp_path)
     process = subprocess.Popen(
-        [warm_python, str(REPOSITORY / "train.py"), *options, HEAL, "logger=none", "run.root=other", slow],
+        [warm_python, str(REPOSITORY / "train.py"), *options, HEAL, "logger=none", "run.root=other", "recipe=held"],
         cwd=tmp_path,
         env=environment_without_wandb,
         stdout=subprocess.DEVNULL,
@@ -235,7 +235,7 @@ def test_workers_come_and_go_while_it_trains(
     workers = partial(change_workers, folder)
 
     def wait_for(count: int) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while _members(folder) != count or workers("list").count("worker") != count:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -248,6 +248,7 @@ def test_workers_come_and_go_while_it_trains(
     assert "8 logical ranks" in too_many.stderr
     assert "worker 2, worker 4, worker 5" in workers("remove", "3")
     wait_for(2)
+    held.unlink()
     assert process.wait(240) == 0
     sizes = [len(members) for members in memberships(folder)]
     assert [size for place, size in enumerate(sizes) if place == 0 or size != sizes[place - 1]][:2] == [4, 3]
@@ -262,13 +263,12 @@ def test_a_file_changes_the_number_of_processes_and_no_bit(
     tmp_path: Path, reference_run: Any, environment_without_wandb: dict[str, str], begun: Any, warm_python: Path
 ) -> None:
     """2, 4 and 1 processes in one run, with nonsense in the file in between, which ends nothing."""
-    steps = ("steps=65", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
-    options = (*OPTIONS, *FOUR, *steps)
-    slow = faults({"action": "sleep", "rank": None, "step": None, "seconds": 0.1, "attempt": None})
-    policy = ("cluster.processes=2", "autoscale=file", "autoscale.every=0.1")
+    steps = ("steps=80", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
+    options, held = (*OPTIONS, *FOUR, *steps), write_held(tmp_path)
+    policy = ("recipe=held", "cluster.processes=2", "autoscale=file", "autoscale.every=0.1")
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(
-            [warm_python, str(REPOSITORY / "train.py"), *options, HEAL, *policy, "logger=none", "run.root=other", slow],
+            [warm_python, str(REPOSITORY / "train.py"), *options, HEAL, *policy, "logger=none", "run.root=other"],
             cwd=tmp_path,
             env=environment_without_wandb,
             stdout=subprocess.DEVNULL,
@@ -277,7 +277,7 @@ def test_a_file_changes_the_number_of_processes_and_no_bit(
     folder = begun(tmp_path / "other", after=4)
 
     def wait_for(holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not holds():
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -288,6 +288,7 @@ def test_a_file_changes_the_number_of_processes_and_no_bit(
     wait_for(lambda: "has 'a few' where a number" in (tmp_path / "said").read_text())
     (folder / "autoscale").write_text("1")
     wait_for(lambda: _members(folder) == 1)
+    held.unlink()
     assert process.wait(120) == 0
     assert (tmp_path / "said").read_text().count("'a few'") == 1
     sizes = [len(members) for members in memberships(folder)]

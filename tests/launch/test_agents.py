@@ -59,7 +59,7 @@ def test_an_attempt_that_begins_when_its_first_host_is_gone_is_called_off(
         def __enter__(self) -> None:
             for thread in threading.enumerate():
                 if thread.name == "listen":
-                    thread.join(3.0)
+                    thread.join(120.0)
 
     monkeypatch.setattr(agents, "HeartbeatSender", Later)
     monkeypatch.setattr(NodeLauncher, "start_node", lambda *_: gang)

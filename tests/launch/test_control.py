@@ -96,7 +96,7 @@ def sign(tmp_path: Path) -> Iterator[Path]:
 
 def sent(sign: Path, data: bytes) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(10.0)
+    connection.settimeout(120.0)
     connection.connect(sign.read_text())
     with suppress(OSError):  # it may refuse before it has received everything
         connection.sendall(data)

@@ -195,7 +195,7 @@ def test_a_view_of_the_folder_that_is_old_does_not_mislead(run: RunDirectory, mo
 def test_several_hosts_that_lose_the_first_at_once_take_over_from_one_that_is_cut_off_itself(
     run: RunDirectory, killed: Mailbox[int]
 ) -> None:
-    first = First(run, 2, shared(1.0))
+    first = First(run, 2, shared(60.0))
     with first.listening():
         for other in first.others.values():
             other.close()
@@ -216,10 +216,12 @@ def test_a_first_host_whose_others_are_all_dead_goes_on_after_a_while(run: RunDi
 def test_a_run_that_could_not_go_on_without_a_host_is_left_to_it(
     run: RunDirectory, killed: Mailbox[int], least: int, *, goes_on: bool
 ) -> None:
-    first = First(run, 2, shared(1.0), min_processes=least)
+    first = First(run, 2, shared(60.0), min_processes=least)
     with first.listening():
         first.others[1].close()
-        assert is_left_behind(first.others[1], run, PATIENCE if not goes_on else 1.0) == goes_on
+        assert is_left_behind(first.others[1], run, 60.0 if goes_on else PATIENCE) == goes_on
+        first.others[2].close()
+        assert not is_left_behind(first.others[2], run, PATIENCE)
 
 
 def test_a_host_without_a_run_folder_to_share_decides_nothing(run: RunDirectory) -> None:

@@ -7,11 +7,13 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,8 +58,22 @@ def opened() -> Iterator[list[Any]]:
         each.close()
 
 
-def leads(key: RunKey, port: int, *, count: int = 2, patience: float = 60.0) -> list[tuple[RemoteAgent, Any]]:
-    return gather(Node(0, count, HERE), port, key, patience=patience, silence=60.0)
+@pytest.fixture
+def give_up(port: int, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let the leader's patience end."""
+    is_late = threading.Event()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6 * is_late.is_set(), sleep=time.sleep)
+    monkeypatch.setattr(admission, "time", clock)
+
+    def pass_time() -> None:
+        is_late.set()
+        dialed(port, opened)  # which the leader notices, and so looks at the clock
+
+    return pass_time
+
+
+def leads(key: RunKey, port: int, *, count: int = 2) -> list[tuple[RemoteAgent, Any]]:
+    return gather(Node(0, count, HERE), port, key, patience=60.0, silence=60.0)
 
 
 def test_hosts_that_are_known_to_be_absent_are_not_waited_for(key: RunKey, port: int, pool: ThreadPoolExecutor) -> None:
@@ -76,12 +92,23 @@ def follows(key: RunKey, port: int, *, rank: int = 1, patience: float = 60.0) ->
 
 def dialed(port: int, opened: list[Any]) -> socket.socket:
     """Connect as soon as somebody listens."""
-    for _ in range(1000):
-        with suppress(OSError):
-            opened.append(connection := socket.create_connection((HERE, port), timeout=5.0))
-            return connection
-        threading.Event().wait(0.005)
-    raise AssertionError("nobody listens")
+    connection: socket.socket = eventually(lambda: connected(port))
+    opened.append(connection)
+    return connection
+
+
+def connected(port: int) -> socket.socket | None:
+    with suppress(OSError):
+        return socket.create_connection((HERE, port), timeout=120.0)
+    return None
+
+
+def eventually(happens: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 120
+    while not (value := happens()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return value
 
 
 def received(connection: socket.socket, count: int) -> bytes:
@@ -160,10 +187,15 @@ def test_what_one_follower_says_is_no_answer_to_another(
 
 
 def test_a_proof_of_the_leader_is_not_one_of_a_follower(
-    key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any], caplog: pytest.LogCaptureFixture
+    key: RunKey,
+    port: int,
+    pool: ThreadPoolExecutor,
+    opened: list[Any],
+    give_up: Callable[[], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", logger="worldsize")
-    leader = pool.submit(leads, key, port, patience=3.0)
+    leader = pool.submit(leads, key, port)
     first, second = dialed(port, opened), dialed(port, opened)
     first.sendall(hello(1, bytes(32)))
     nonce = received(first, ANSWER)[:32]
@@ -174,6 +206,7 @@ def test_a_proof_of_the_leader_is_not_one_of_a_follower(
     second.sendall(answer[32:])  # and its proof on the connection that it was made for
     assert is_closed(second)
     assert caplog.text.count("it does not prove to be the follower of this run") == 2
+    give_up()
     with pytest.raises(WorldsizeError, match=r"nodes \[1\] of 2 did not come"):
         leader.result()
 
@@ -210,10 +243,10 @@ class Relay:
 
 
 def test_a_proof_that_is_sent_again_is_refused(
-    key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any]
+    key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any], give_up: Callable[[], None]
 ) -> None:
     with socket.create_server((HERE, 0)) as listener:
-        leader = pool.submit(leads, key, port, count=3, patience=3.0)
+        leader = pool.submit(leads, key, port, count=3)
         follower = pool.submit(follows, key, listener.getsockname()[1])
         relay = Relay(listener, port, opened)
         facts = relay.facts()
@@ -224,6 +257,7 @@ def test_a_proof_that_is_sent_again_is_refused(
         received(again, ANSWER)
         again.sendall(relay.heard[2] + facts)
         assert is_closed(again)
+        give_up()
         with pytest.raises(WorldsizeError, match=r"nodes \[2\] of 3 did not come"):
             leader.result()
 
@@ -247,10 +281,10 @@ def test_what_the_leader_has_said_to_a_follower_is_nothing_to_it_later(
 
 
 def test_a_follower_that_is_announced_as_another_node_notices(
-    key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any]
+    key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any], give_up: Callable[[], None]
 ) -> None:
     with socket.create_server((HERE, 0)) as listener:
-        leader = pool.submit(arrivals, Node(0, 3, HERE), port, key, patience=3.0, silence=60.0)
+        leader = pool.submit(arrivals, Node(0, 3, HERE), port, key, patience=60.0, silence=60.0)
         follower = pool.submit(follows, key, listener.getsockname()[1], rank=1)
         connection, _ = listener.accept()
         opened.append(connection)
@@ -259,16 +293,17 @@ def test_a_follower_that_is_announced_as_another_node_notices(
         connection.sendall(received(onward, ANSWER))
         with pytest.raises(WorldsizeError, match="does not prove to be the leader"):
             follower.result()
+        give_up()
         assert leader.result() == []
 
 
 @pytest.mark.parametrize("change", ["another node", "its own message", "one bit", "twice"])
 def test_whoever_passes_a_handshake_on_can_say_nothing_of_its_own(
-    change: str, key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any]
+    change: str, key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any], give_up: Callable[[], None]
 ) -> None:
     with socket.create_server((HERE, 0)) as listener:
         node = Node(0, 3, HERE)
-        leader = pool.submit(arrivals, node, port, key, patience=3.0, silence=60.0)
+        leader = pool.submit(arrivals, node, port, key, patience=60.0, silence=60.0)
         follower = pool.submit(follows, key, listener.getsockname()[1], patience=0.0)
         relay = Relay(listener, port, opened)
         facts = relay.facts()
@@ -284,6 +319,8 @@ def test_whoever_passes_a_handshake_on_can_say_nothing_of_its_own(
             opened.append(follower.result())
         else:
             relay.leader.sendall(sent)
+            assert is_closed(relay.leader)
+        give_up()
         agents = [agent for agent, _ in leader.result()]
         opened += [agent.connection for agent in agents]
         if change == "twice":
@@ -298,25 +335,38 @@ def test_whoever_passes_a_handshake_on_can_say_nothing_of_its_own(
 
 @pytest.mark.parametrize("wrong", ["secret", "run"])
 def test_an_agent_of_another_run_is_refused_by_both_ends(
-    wrong: str, key: RunKey, port: int, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+    wrong: str,
+    key: RunKey,
+    port: int,
+    pool: ThreadPoolExecutor,
+    give_up: Callable[[], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", logger="worldsize")
     other = RunKey(key.run_id, b"1" * 64) if wrong == "secret" else RunKey("another", key.secret)
-    leader = pool.submit(leads, key, port, patience=3.0)
+    leader = pool.submit(leads, key, port)
     with pytest.raises(WorldsizeError, match="not of this run: it does not prove to be the leader"):
         follows(other, port)
+    eventually(lambda: "it disconnected before it was authenticated" in caplog.text)
+    give_up()
     with pytest.raises(WorldsizeError, match=r"nodes \[1\] of 2 did not come"):
         leader.result()
-    assert "it disconnected before it was authenticated" in caplog.text
 
 
 def test_a_node_that_is_not_expected_is_refused(
-    key: RunKey, port: int, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+    key: RunKey,
+    port: int,
+    pool: ThreadPoolExecutor,
+    opened: list[Any],
+    give_up: Callable[[], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", logger="worldsize")
-    leader = pool.submit(arrivals, Node(0, 2, HERE), port, key, patience=3.0, silence=60.0)
+    leader = pool.submit(arrivals, Node(0, 2, HERE), port, key, patience=60.0, silence=60.0)
+    dialed(port, opened)
     with pytest.raises(WorldsizeError, match="does not answer"):
-        follows(key, port, rank=7, patience=3.0)
+        follows(key, port, rank=7, patience=0.0)
+    give_up()
     assert leader.result() == []
     assert "it does not greet like a node of this run" in caplog.text
 
@@ -423,6 +473,7 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_not_heard_for_longer(
             break
     else:
         raise AssertionError("it was heard to the end")
+    monkeypatch.setattr(admission, "_SECONDS", 120.0)
     opened.append(follows(key, port))
     opened += [agent.connection for agent, _ in leader.result()]
 
@@ -431,7 +482,7 @@ def test_a_host_that_was_turned_away_before_it_was_admitted_comes_again(
     key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any]
 ) -> None:
     with socket.create_server((HERE, 0)) as listener:
-        listener.settimeout(3.0)
+        listener.settimeout(120.0)
         leader = pool.submit(leads, key, port)
         follower = pool.submit(follows, key, listener.getsockname()[1])
         turned_away = Relay(listener, port, opened)

@@ -122,6 +122,6 @@ def test_agents_that_wait_for_a_lost_first_host_are_let_go_at_once(killed: RunDi
         return SshAgent(lineup.hosts[node], process)
 
     begun = time.monotonic()
-    job = SshJob(start, HOSTS, 30.0, Revival(killed), succession(killed, set(), most=0))
+    job = SshJob(start, HOSTS, 600.0, Revival(killed), succession(killed, set(), most=0))
     assert job.wait().exit_code == LOST
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 120

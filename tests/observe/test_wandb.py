@@ -42,8 +42,10 @@ def history(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def test_the_losses_the_config_and_the_run_id_are_in_the_file_and_no_key_is_anywhere(train: Any, home: Path) -> None:
-    options = ("recipe=digits", "recipe.width=4", "steps=25", "run.group=trials")
-    run = train(*options, logger="wandb", HOME=str(home), WANDB_API_KEY=CANARY)
+    taken = ("logger.project='${oc.env:PROJECT}'", "cluster.name='${oc.env:PLACE}'")
+    options = ("recipe=digits", "recipe.width=4", "steps=25", "run.group=trials", *taken)
+    variables = {"WANDB_API_KEY": CANARY, "PROJECT": "canary-of-wandb", "PLACE": "canary-of-nobody"}
+    run = train(*options, logger="wandb", HOME=str(home), **variables)
     assert run.code == 0, run.error
     rows = history(run.folder)
     for line in run.steps():
@@ -53,13 +55,16 @@ def test_the_losses_the_config_and_the_run_id_are_in_the_file_and_no_key_is_anyw
     (file,) = run.folder.glob("wandb/offline-run-*/run-*.wandb")
     (started,) = [record.run for record in records(file) if record.HasField("run")]
     config = {item.key: json.loads(item.value_json) for item in started.config.update}
-    assert (started.run_id, started.run_group, started.project) == (run.folder.name, "trials", "worldsize")
+    assert (started.run_id, started.run_group, started.project) == (run.folder.name, "trials", "canary-of-wandb")
     assert config["steps"] == 25
     assert config["manifest"]["determinism"]["logical_ranks"] == 2
 
     written = [path for path in run.folder.rglob("*") if path.is_file()]
-    assert [path for path in written if CANARY.encode() in path.read_bytes()] == []
-    assert CANARY not in run.output + run.error
+    for secret in (CANARY, "canary-of-nobody"):
+        assert [path for path in written if secret.encode() in path.read_bytes()] == []
+        assert secret not in run.output + run.error
+    where = {path.relative_to(run.folder).parts[0] for path in written if b"canary-of-wandb" in path.read_bytes()}
+    assert where == {"wandb"}, "the logger's own keys are in its own files alone"
 
 
 def test_a_logger_that_fails_does_not_end_the_run(train: Any) -> None:

@@ -97,11 +97,11 @@ def test_a_meeting_costs_every_worker_its_parameters_both_ways_over_the_link_of_
 def test_a_connection_that_is_silent_does_not_keep_the_workers_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         silent = [socket.create_connection(listener.getsockname()) for _ in range(5)]
-        waiting = threading.Thread(target=lambda: channels.extend(joined(listener, None, 2, 5.0)))
+        waiting = threading.Thread(target=lambda: channels.extend(joined(listener, None, 2, 120.0)))
         channels: list[Channel] = []
         waiting.start()
         workers = [
-            connect(address_of(listener), None, peer="centre", seconds=5.0, operations=Operation) for _ in range(2)
+            connect(address_of(listener), None, peer="centre", seconds=60.0, operations=Operation) for _ in range(2)
         ]
         for rank, worker in enumerate(workers):
             worker.send_message(CommonOperation.JOIN, {"kind": "worker", "name": f"worker-{rank}"})

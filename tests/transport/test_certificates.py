@@ -44,7 +44,7 @@ class Server:
     def _accept(self) -> None:
         connection, _ = self.listener.accept()
         try:
-            self.channel = accept_channel(connection, self._credentials, seconds=5.0, operations=Operation)
+            self.channel = accept_channel(connection, self._credentials, seconds=60.0, operations=Operation)
             self.channel.send(Header(CommonOperation.DONE))
         except (RefusedError, LostError) as error:
             self.error = error
@@ -70,9 +70,9 @@ def certificate(keys: Path, name: str) -> x509.Certificate:
 def greeted(server: Server, credentials: Credentials, peer: str = "server-0") -> str | None:
     """Connect, and wait until the server has accepted; return the server's name."""
     address = address_of(server.listener)
-    channel = connect(address, credentials, peer=peer, seconds=5.0, operations=Operation)
+    channel = connect(address, credentials, peer=peer, seconds=60.0, operations=Operation)
     try:
-        channel.wait_at_most(5.0)
+        channel.wait_at_most(60.0)
         channel.answer(CommonOperation.DONE)
         return channel.identity
     finally:

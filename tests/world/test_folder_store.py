@@ -25,7 +25,7 @@ from worldsize.world.folder_store import FolderStore
 def never() -> None: ...
 
 
-def store(folder: Path, seconds: float = 5.0) -> FolderStore:
+def store(folder: Path, seconds: float = 120.0) -> FolderStore:
     return FolderStore(folder / "met", never, timedelta(seconds=seconds))
 
 
@@ -71,7 +71,7 @@ def test_a_wait_for_a_silent_peer_ends_when_the_connections_are_cut(tmp_path: Pa
     def body(world: World) -> bool:
         os.environ["TORCH_GLOO_LAZY_INIT"] = late
         connections, ranks = Connections(), [0, 1]
-        meeting = FolderStore(folder, never, timedelta(seconds=30))
+        meeting = FolderStore(folder, never, timedelta(seconds=120))
         dist.destroy_process_group()
         with connections:
             dist.init_process_group("gloo", store=meeting, rank=world.rank, world_size=2)

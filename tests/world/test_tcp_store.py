@@ -22,7 +22,7 @@ def meetings(server: TCPStore, check: Callable[[], None], seconds: float) -> Mee
 
 
 def test_one_reads_what_another_has_written_for_the_same_membership(server: TCPStore) -> None:
-    one, other = (meetings(server, lambda: None, 5.0) for _ in range(2))
+    one, other = (meetings(server, lambda: None, 120.0) for _ in range(2))
     threading.Timer(0.1, other.store(2).set, ("default_pg/0//worker/1", b"\x00\xff")).start()
     assert not one.store(2).check(["default_pg/0//worker/1"])
     assert one.store(2).get("default_pg/0//worker/1") == b"\x00\xff"

@@ -75,9 +75,7 @@ def _unresolved(error: OmegaConfBaseException) -> str:
     """Explain an interpolation that has no value."""
     text, key = _first_line(error), f"{error.full_key}: " if error.full_key else ""
     if "GrammarParseError" in text or isinstance(error, GrammarParseError):
-        return (
-            f"{key}what stands in ${{...}} cannot be read. Write e.g. ${{seed}} or ${{oc.env:NAME}}, or \\${{ for text."
-        )
+        return f"{key}${{...}} cannot be read. Write e.g. ${{seed}} or ${{oc.env:NAME}}, or leave ${{ out."
     if variable := re.search(r"Environment variable '(.*?)' not found", text):
         return (
             f"{key}the environment variable {variable[1]!r} is not set. Set it, or write a default: "
@@ -86,7 +84,7 @@ def _unresolved(error: OmegaConfBaseException) -> str:
     if unknown := re.match(r"Interpolation key '(.*?)' not found", text):
         return f"{key}there is no key {unknown[1]!r} whose value ${{{unknown[1]}}} could be. Name another, or a value."
     text = text.rpartition("raised while resolving interpolation: ")[2]
-    return f"{key}an interpolation cannot be resolved: {text}. Write a value, or \\${{ for text."
+    return f"{key}an interpolation cannot be resolved: {text}. Write a value, or leave ${{ out."
 
 
 _SEVERAL = "\\1 has several values, which only a sweep takes. Add --multirun; if it is text, quote it: \\1='\"a,b\"'."

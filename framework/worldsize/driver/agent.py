@@ -6,8 +6,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -30,6 +30,7 @@ from worldsize.launch.lost_link import come_back, is_left_behind, is_over
 from worldsize.launch.meeting import Door, gather, reach
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import read_key
+from worldsize.records.attempt import last_failure
 from worldsize.records.lock import is_locked
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened
@@ -49,7 +50,25 @@ def agent(run: RunDirectory) -> int:
         WorldsizeError: the hosts cannot connect, or differ; nothing was started.
     """
     will_fork()
-    secrets = os.environ.get("WORLDSIZE_SECRETS")
+    secrets = {"WORLDSIZE_SECRETS": value} if (value := os.environ.get("WORLDSIZE_SECRETS")) else {}
+    try:
+        settings, place = _read(run)
+        plan = replace(settings.plan(run.path), secrets=secrets)
+    except Exception as error:  # of any kind: plugins and recipes are imported
+        _record_failed_start(run, _cause(error), secrets)
+        raise
+    launcher = settings.launcher if isinstance(settings.launcher, NodeLauncher) else Lead()  # started by hand
+    if settings.run.examine:
+        return examine(settings, launcher, plan, run, place, port=_port(settings, run))
+    if lack := few_cpus(settings.cluster, len(os.sched_getaffinity(0))):
+        _logger.warning("%s: %s. %s", socket.gethostname(), lack, FEW_CPUS)
+    if place.rank == 0:
+        return _lead(settings, launcher, plan, run, place)
+    return _follow(settings, launcher, plan, run, place)
+
+
+def _read(run: RunDirectory) -> tuple[Settings, Node]:
+    """Return the run's settings, and this host's place in the run."""
     make_importable([run.plugins, *roots()])  # local copies come before the paths of the host that launched the run
     if not run.config.exists():
         raise ConfigError(
@@ -64,16 +83,23 @@ def agent(run: RunDirectory) -> int:
         raise ConfigError(
             f"the run is planned for {cluster.nodes} nodes (cluster.nodes){spare}, but started on {place.count}."
         )
-    plan = settings.plan(run.path)
-    plan = replace(plan, secrets={"WORLDSIZE_SECRETS": secrets}) if secrets else plan
-    launcher = settings.launcher if isinstance(settings.launcher, NodeLauncher) else Lead()  # started by hand
-    if settings.run.examine:
-        return examine(settings, launcher, plan, run, place, port=_port(settings, run))
-    if lack := few_cpus(cluster, len(os.sched_getaffinity(0))):
-        _logger.warning("%s: %s. %s", socket.gethostname(), lack, FEW_CPUS)
-    if place.rank == 0:
-        return _lead(settings, launcher, plan, run, place)
-    return _follow(settings, launcher, plan, run, place)
+    return settings, place
+
+
+def _record_failed_start(run: RunDirectory, cause: str, secrets: Mapping[str, str]) -> None:
+    """Record that the first host has started nothing; it misses the others itself."""
+    is_first = None
+    with suppress(ConfigError):
+        is_first = node(os.environ).rank == 0
+    if is_first is False:
+        return
+    with suppress(WorldsizeError), opened(run, secrets) as record:
+        if is_first or cause not in (last_failure(record.attempts) or ""):  # hosts without a rank have the same cause
+            record.give_up(cause, unstarted=record.manifest["cluster"]["processes"])
+
+
+def _cause(error: Exception) -> str:
+    return str(error) if isinstance(error, WorldsizeError) else f"{type(error).__name__}: {error}"
 
 
 def _follow(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node) -> int:
@@ -118,9 +144,9 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
                     door = stack.enter_context(Door(place, port, read_key(run.path), check, silence=silence))
             check_paths(settings.recipe)  # on this host, after what the others lack was compared with it
             code = run_attempts(settings, Lead.of(launcher, place, others, door), plan, record).exit_code
-        except WorldsizeError as error:
+        except Exception as error:  # of any kind: recipes look for their data
             if len(record.attempts) == attempts:  # the hosts did not meet, or differ
-                record.give_up(str(error), unstarted=plan.world_size)
+                record.give_up(_cause(error), unstarted=plan.world_size)
             raise
         finally:
             for other in others:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -50,6 +51,7 @@ from worldsize.records.run_directory import RunDirectory, created, planned, writ
 from worldsize.records.run_record import RunRecord, look, note_job, opened, read_result
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.world.fork import will_fork
+from worldsize.world.roles import heals
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ class Launch:
 def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
     """Check, record and run the configuration; return how it ended, with the sweep's objective value.
 
-    ``sweep`` collects the runs of a sweep that :func:`submit_sweep` submits as one job.
+    ``sweep`` collects the runs of a sweep that :func:`submit_sweep` submits together.
 
     Raises:
         ConfigError: the run cannot start; no process was started and no run folder remains.
@@ -201,8 +203,8 @@ def _start(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractCo
 
 def _started(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractContextManager[RunRecord]) -> Outcome:
     match settings.launcher:
-        case BatchLauncher() as launcher:
-            return Outcome("ended", _submit(launcher, [plan], [run]))
+        case BatchLauncher():
+            return Outcome("ended", _submit([[Launch(settings, plan, run)]]))
         case AgentLauncher() as launcher:
             attempts = len(look(run).attempts)
             outcome = launcher.launch_agents(plan).wait()
@@ -233,30 +235,54 @@ def _show(plans: Sequence[Plan], settings: Settings) -> int:
 
 
 def submit_sweep(sweep: Sequence[Launch]) -> int:
-    """Submit the runs of a sweep as one job, or show it if ``launch`` says so; return the exit code."""
-    settings, plans = sweep[0].settings, [each.plan for each in sweep]
-    if settings.config["launch"] == "show":
-        return _show(plans, settings)
-    assert isinstance(settings.launcher, BatchLauncher)
-    return _submit(settings.launcher, plans, [each.run for each in sweep])
+    """Submit the runs of a sweep, or show their jobs with ``launch=show``; return the exit code.
 
-
-def _submit(launcher: BatchLauncher, plans: Sequence[Plan], runs: Sequence[RunDirectory]) -> int:
-    jobs = launcher.submit_all(plans)
-    for job, plan, run in zip(jobs, plans, runs, strict=True):
-        if job is None:
-            print(launcher.describe(plan))
+    Runs with equal nodes, CPUs, options and secrets share a job.
+    """
+    jobs = list[list[Launch]]()
+    for launch in sweep:
+        same = next((job for job in jobs if _request_of(job[0]) == _request_of(launch)), None)
+        if same is None:
+            jobs.append([launch])
         else:
-            print(f"job {job} submitted: {run.path}", flush=True)
-            with writing(run):
-                note_job(run, job)
-    if not launcher.wait:
-        print(f"follow it with: {command_line('logs', '--follow', runs[0].path)}")
+            same.append(launch)
+    if sweep[0].settings.config["launch"] == "show":
+        return max(_show([each.plan for each in job], job[0].settings) for job in jobs)
+    return _submit(jobs)
+
+
+def _request_of(launch: Launch) -> tuple[object, ...]:
+    """Collect the properties of a job that a run needs."""
+    plan, launcher = launch.plan, launch.settings.launcher
+    return launcher, plan.cluster, dict(plan.environment), dict(plan.secrets), heals(plan.roles)
+
+
+def _submit(batches: Sequence[Sequence[Launch]]) -> int:
+    """Submit each batch of runs as one job; return the exit code."""
+    waits = list[Callable[[], None]]()
+    waited = list[RunDirectory]()
+    for batch in batches:
+        launcher, jobs = batch[0].settings.launcher, list[str]()
+        assert isinstance(launcher, BatchLauncher)
+        for job, launch in zip(launcher.submit_all([each.plan for each in batch]), batch, strict=True):
+            if job is None:
+                print(launcher.describe(launch.plan))
+                continue
+            jobs.append(job)
+            print(f"job {job} submitted: {launch.run.path}", flush=True)
+            with writing(launch.run):
+                note_job(launch.run, job)
+        if launcher.wait:
+            waits.append(partial(wait_for, launcher, jobs))
+            waited += [launch.run for launch in batch]
+    if not waits:
+        print(f"follow it with: {command_line('logs', '--follow', batches[0][0].run.path)}")
         return 0
-    wait_for(launcher, [job for job in jobs if job is not None])
-    codes = [_ended(run) for run in runs]
-    if len(runs) > 1:
-        show_ends(Console(), [_end_of(run, code) for run, code in zip(runs, codes, strict=True)])
+    for wait in waits:
+        wait()
+    codes = [_ended(run) for run in waited]
+    if len(waited) > 1:
+        show_ends(Console(), [_end_of(run, code) for run, code in zip(waited, codes, strict=True)])
     return max(codes)
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.own_recipe import write_held
 from worldsize.strategies.parameter_server.strategy import _warn_of_momentum
 from worldsize.strategies.train_state import TrainState
 
@@ -213,10 +214,9 @@ def test_workers_come_and_go_while_it_trains(
     begun: Any,
     warm_python: Path,
 ) -> None:
-    slow = "faults=[{action: sleep, rank: 1, seconds: 0.1}]"
-    options = (*DIGITS, *ELASTIC, "steps=120", "log_every=1")
+    options, held = (*DIGITS, *ELASTIC, "steps=120", "log_every=1"), write_held(tmp_path)
     expected = single("steps=120", "log_every=1")
-    words = (*options, SERVER, "cluster.processes=3", "logger=none", "run.root=other", slow)
+    words = (*options, SERVER, "recipe=held", "cluster.processes=3", "logger=none", "run.root=other")
     process = subprocess.Popen(
         [warm_python, str(REPOSITORY / "train.py"), *words],
         cwd=tmp_path,
@@ -234,6 +234,7 @@ def test_workers_come_and_go_while_it_trains(
     too_many = ("workers", "remove", "9", "--run", str(folder))
     refused = command(*too_many, cwd=tmp_path, environment=environment_without_wandb)
     assert "at least 1 must stay" in refused.stderr
+    held.unlink()
     assert process.wait(240) == 0
     result = json.loads((folder / "result.json").read_text())
     assert (result["state_digest"], result["metrics_digest"]) == expected

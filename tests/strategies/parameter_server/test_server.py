@@ -68,9 +68,11 @@ def server(tmp_path: Path) -> ShardServer:
 
 
 def joined(server: ShardServer, keys: Credentials | None = None, *, name: str = "worker-0", epoch: int = 1) -> Channel:
-    channel = connect(address_of(server.connections.listener), keys, peer="server-0", seconds=5.0, operations=Operation)
+    channel = connect(
+        address_of(server.connections.listener), keys, peer="server-0", seconds=60.0, operations=Operation
+    )
     OPEN.append(channel)
-    channel.wait_at_most(5.0)
+    channel.wait_at_most(60.0)
     channel.send_message(CommonOperation.JOIN, {"kind": "data", "name": name, "epoch": epoch})
     channel.message(channel.answer(CommonOperation.WELCOME))
     return channel
