@@ -26,7 +26,7 @@ REMEMBERED_STEPS, _REPEATED = 6, 4
 
 @dataclass(frozen=True)
 class Remembered(Loop):
-    """Weighs the loss of each logical rank by a moving average of its inputs, which this object keeps."""
+    """Weighs the loss of each logical rank by a moving average of its inputs, kept in this object."""
 
     remembers: ClassVar[bool] = True
     averages: dict[int, float] = field(default_factory=dict, compare=False)
@@ -83,9 +83,9 @@ def remembering_loop(logical_ranks: int) -> Mapping[str, Tensor]:
 
 @final
 class _Healing:
-    """Trains as a survivor that repeats a step, which ends at ``point``.
+    """Trains as a survivor that repeats a step after its end at ``point``.
 
-    It goes on with its own state, or with a copy from before the step where processes hold shards.
+    It continues with its own state; where processes hold shards, with a copy from before the step.
     """
 
     def __init__(self, strategy: Strategy, context: RunContext, point: str) -> None:
@@ -142,7 +142,7 @@ class _Copy:
         self._parts = {name: local(tensor).clone() for name, tensor in tensors.items()}
 
     def load_into(self, replica: Replica) -> None:
-        """Load it into another replica, of the same parts of tensors."""
+        """Load it into a new replica with the same parts of tensors."""
         tensors, _ = split(replica.state())
         for name, tensor in tensors.items():
             local(tensor).copy_(self._parts[name])
