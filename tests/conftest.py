@@ -327,12 +327,12 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 def reference_run(train_in: Callable[[Path], Train], once: Once) -> Callable[..., Run]:
     """``reference_run("steps=3", ...)`` is a complete run with these options, of which there is one in a test run."""
 
-    def run(*options: str) -> Run:
+    def run(*options: str, **changes: str) -> Run:
         def fill(folder: Path) -> None:
-            trained = train_in(folder)(*options)
+            trained = train_in(folder)(*options, **changes)
             assert trained.code == 0, trained.error
 
-        (folder,) = folders(once("\n".join(options), fill))
+        (folder,) = folders(once("\n".join((*options, *changes.values())), fill))
         return Run(0, "", "", folder)
 
     return run

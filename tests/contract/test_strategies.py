@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.contract.test_loops import COPIES
 from worldsize.core import Cluster, ConfigError, RunContext, Strategy
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -91,7 +92,7 @@ class TestHSDP(Held):
     strategy = FSDP(shard="node")
     sizes = (4,)
     local_size = 2
-    cases = GRADIENT_CASES
+    cases = COPIES
 
 
 @pytest.mark.killed

@@ -175,6 +175,29 @@ def test_values_that_must_be_equal_and_are_not_are_refused() -> None:
     assert all("differs between logical ranks" in text for text in run_in_worlds(body, 2))
 
 
+class Growing(Recording):
+    def record(self, hidden_bw: Tensor) -> None:
+        self.register_buffer("latest", torch.cat([self.get_buffer("latest"), hidden_bw[-1].detach()]))
+
+
+@dataclass(frozen=True)
+class Grown(Recorded):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(7, 16), Growing(), nn.Linear(16, 3))
+
+
+def test_a_buffer_that_grows_is_refused_also_where_the_first_pass_does_not_count() -> None:
+    """PowerSGD lets DDP form its buckets in a pass that is repeated."""
+
+    def body(world: World) -> str:
+        with pytest.raises(ConfigError) as refusal:
+            trained(DDP(compress="powersgd"), world, Grown(), logical=2)
+        return str(refusal.value)
+
+    message = "the loss makes the buffer 1.latest, [16] of torch.float32, [32] of torch.float32. Keep its shape"
+    assert all(text.startswith(message) for text in run_in_worlds(body, 2))
+
+
 def test_a_process_that_has_one_logical_rank_needs_no_rules() -> None:
     state = trained(Single(), World.alone(torch.device("cpu")), Recorded(rules={}), logical=1)
     torch.testing.assert_close(state, dict(plain()))

@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as distributed
 from torch import Tensor, nn
 
-from worldsize.core import ConfigError, MicroBatch, Recipe, RunContext, Strategy, TensorStyle, World
+from worldsize.core import ConfigError, MicroBatch, Recipe, Reduction, RunContext, Strategy, TensorStyle, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.strategies.ddp import DDP
@@ -94,6 +94,9 @@ FUNCTIONAL = (
 )
 
 
+LOST = "another process refuses"
+
+
 def refusal(strategy: Strategy, world: World, logical_ranks: int, recipe: Recipe = Gathered(), parts: int = 0) -> str:
     """Take a step on ``parts`` processes or groups (0: all are one each); return the refusal, or an empty string."""
     replica = strategy.replica(recipe, replace(RunContext(world), logical_ranks=logical_ranks))
@@ -103,10 +106,16 @@ def refusal(strategy: Strategy, world: World, logical_ranks: int, recipe: Recipe
     try:
         replica.step(next(batches))
     except ConfigError as error:
-        after = list(replica.trained_weights().values())
-        assert all(bool((one == other).all()) for one, other in zip(before, after, strict=True))
-        return str(error)
-    return ""
+        said = str(error)
+    except RuntimeError:
+        said = LOST
+    else:
+        return ""
+    pairs = zip(before, replica.trained_weights().values(), strict=True)
+    held = [(one, other) for one, other in pairs if not one.is_meta]  # the others are on other stages
+    assert held
+    assert all(bool((one == other).all()) for one, other in held)
+    return said
 
 
 def test_a_loss_that_communicates_is_refused_where_its_value_depends_on_size() -> None:
@@ -132,6 +141,42 @@ class GatheredDivided(Divided, Gathered):
     """A :class:`Gathered` whose layers may be divided."""
 
 
+class GatheredPiped(Gathered):
+    """A :class:`Gathered` whose layers may be stages."""
+
+    def layers(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
+
+    def model_inputs(self, batch: Any) -> tuple[Any, ...]:
+        return (batch[0],)
+
+
+class Exchange(nn.Module):
+    """Communicates in its second and later passes; a pipeline makes the first to learn the shape of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.passes += 1
+        if self.passes == 1:
+            return hidden
+        others = hidden.detach().clone()
+        dist.all_reduce(others)
+        return hidden - others.mean()
+
+
+class ExchangePiped(GatheredPiped):
+    """Communicates in the first layer, not in the loss."""
+
+    def net(self) -> nn.Module:
+        return nn.Sequential(Exchange(), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return Loop.loss(self, model, batch)
+
+
 class Teacher(Divided):
     """Assigns a weight in the loss, as programs do with the average of others."""
 
@@ -149,6 +194,21 @@ def test_ranks_that_compute_a_pass_together_are_no_others_for_its_loss() -> None
         assert "Gathered.loss" in gathers
         assert "2 of them compute a pass together" in gathers
         assert "the loss changes the parameter" in assigns
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reduce", "stage"),
+    [(GatheredPiped(), "flat", 1), (GatheredPiped(), "ordered", 1), (ExchangePiped(), "flat", 0)],
+    ids=["loss", "loss of ordered sums", "layer"],
+)
+def test_a_stage_of_a_pipeline_refuses_to_communicate_and_none_updates(
+    recipe: Recipe, reduce: Reduction, stage: int
+) -> None:
+    said = run_in_worlds(lambda world: refusal(Mesh(pipeline=2, reduce=reduce), world, 2, recipe, parts=1), 2)
+    where = "Gathered.loss" if stage else "Exchange.forward"
+    assert f"the loss communicates with other processes, in {where} of " in said[stage]
+    assert "use strategy=ddp or fsdp with reproducibility=seeded" in said[stage]
+    assert said[1 - stage] == LOST
 
 
 @_DEPRECATED

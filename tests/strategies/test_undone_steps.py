@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
 import pytest
 
 from tests.strategies.test_gathered_features import Chosen, batches_of
 from worldsize.checkpoints.tree import split
-from worldsize.core import Reduction, RunContext, World
+from worldsize.core import Reduction, RunContext, Strategy, World
 from worldsize.strategies.ddp import DDP
+from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.gathered_features import GatheredFeatures
+from worldsize.strategies.mesh.strategy import Mesh
+from worldsize.strategies.zero import ZeRO
 from worldsize.testing.contract import StrategyContract
 from worldsize.testing.worlds import run_in_worlds
+
+NAMES = ("ddp", "zero", "fsdp", "hsdp", "mesh")
 
 
 @pytest.mark.parametrize("reduce", ["ordered", "flat"])
@@ -19,6 +28,16 @@ def test_a_step_that_ends_before_its_update_changes_nothing(reduce: Reduction) -
         strategy = DDP(reduce=reduce, on_failure="heal")
 
     Healing().test_a_step_that_ends_before_its_update_changes_nothing()
+
+
+@pytest.mark.parametrize("strategy", [DDP, ZeRO, FSDP, partial(FSDP, shard=2), Mesh], ids=NAMES)
+def test_a_repeated_step_begins_with_what_its_recipe_kept_before(
+    strategy: Callable[..., Strategy], tmp_path: Path
+) -> None:
+    class Healing(StrategyContract): ...
+
+    Healing.strategy, Healing.sizes = strategy(reduce="ordered", on_failure="heal"), (2,)
+    Healing().test_values_that_a_recipe_keeps_outlast_restarts_and_healing(tmp_path)
 
 
 @pytest.mark.parametrize("reduce", ["ordered", "flat"])

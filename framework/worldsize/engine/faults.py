@@ -4,8 +4,9 @@
 
 Points: checkpoint:begin, checkpoint:in-shard, checkpoint:after-shard, checkpoint:after-shards,
 checkpoint:after-manifest, checkpoint:after-complete, checkpoint:after-rename, retention:begin,
-retention:in-delete, retention:end, evaluate:begin, push:begin, push:next-server, update:continue, process:begin,
-load:begin, step:data, step:compute, copies:sent; log:begin and log:end where gangs heal, before the update.
+retention:in-delete, retention:end, evaluate:begin, push:begin, push:next-server, push:end, update:continue,
+process:begin, load:begin, step:data, step:compute, copies:sent; log:begin and log:end where gangs heal, before the
+update.
 
 Within a step: step:forward and step:backward before the passes of a micro-batch, and step:reduce after them;
 step:reduced when gradients and buffers are those of all ranks; step:update before the optimizer's step, step:updated
@@ -46,7 +47,7 @@ POINTS = (
     *("checkpoint:begin", "checkpoint:in-shard", "checkpoint:after-shard", "checkpoint:after-shards"),
     *("checkpoint:after-manifest", "checkpoint:after-complete", "checkpoint:after-rename"),
     *("retention:begin", "retention:in-delete", "retention:end", "evaluate:begin", "push:begin", "push:next-server"),
-    *("update:continue", "process:begin", "load:begin", "copies:sent", "log:begin", "log:end"),
+    *("push:end", "update:continue", "process:begin", "load:begin", "copies:sent", "log:begin", "log:end"),
     *("step:data", "step:compute", "step:forward", "step:backward", "step:reduce", "step:reduced", "step:update"),
     "step:updated",
 )

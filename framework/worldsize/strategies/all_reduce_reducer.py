@@ -121,13 +121,12 @@ class AllReduceReducer(GradientReducer):
 
     def _discard(self, backward: Callable[[float], LossRecord]) -> None:
         """Run a pass whose gradients are discarded."""
-        kept = [buffer.clone() for buffer in self._module.buffers()]
+        kept = self._buffers.kept()
         try:
             backward(0.0)
             check_reduced(self._module)
         finally:  # also where a peer is lost in it
-            for buffer, before in zip(self._module.buffers(), kept, strict=True):
-                buffer.data.copy_(before)
+            kept.restore()
         self._module.zero_grad()
 
     def state(self) -> StateDict:

@@ -228,8 +228,9 @@ class _Last(Combination):
         self._values = _bytes(self._first)
 
     def add(self, batch: int) -> None:
+        values = [_value(slot, first) for slot, first in zip(self._slots, self._first, strict=True)]  # refused by all
         if self._shape.logical_rank(batch) == self._shape.logical_ranks - 1:
-            self._values = _bytes([_value(slot, first) for slot, first in zip(self._slots, self._first, strict=True)])
+            self._values = _bytes(values)
 
     def finish(self) -> None:
         group, owner = self._shape.group, self._shape.owner(self._shape.logical_ranks - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import final
 
 import torch
@@ -67,9 +68,12 @@ class BufferMean:
         self._module = module.module if isinstance(module, DistributedDataParallel) else module
         self._group, self._dealing, self._logical_ranks = group, dealing, logical_ranks
         self._skips_norms = skips_norms
-        self._slots: Sequence[BufferSlot] | None = None  # found in the first step, when all rules are declared
         self._begun = 0  # steps
         self._open: StepBuffers | None = None  # of a step that may have to be undone
+
+    @cached_property
+    def _slots(self) -> Sequence[BufferSlot]:
+        return buffer_slots(self._module)  # first needed in a step, when all rules are declared
 
     @contextmanager
     def step(self, batches: int) -> Iterator[StepBuffers]:
@@ -88,6 +92,10 @@ class BufferMean:
         self._open = buffers if self._logical_ranks is not None else None
         return buffers
 
+    def kept(self) -> KeptBuffers:
+        """Copy the buffers, to restore them after a pass that does not count."""
+        return KeptBuffers(self._slots)
+
     def commit(self) -> None:
         """Keep the values of the step: the update follows."""
         self._open = None
@@ -99,8 +107,6 @@ class BufferMean:
             self._open = None
 
     def _step_buffers(self, batches: int) -> StepBuffers:
-        if self._slots is None:
-            self._slots = buffer_slots(self._module)
         shape = StepShape.of(self._group, self._dealing, batches, self._logical_ranks)
         is_alone = shape.logical_ranks == 1 and not trains_apart(self._module)
         if is_alone or not self._slots:
@@ -130,7 +136,7 @@ _UNTOUCHED = _UntouchedBuffers()
 
 @final
 class KeptBuffers(StepBuffers):
-    """Buffers that need no combining, in a step that may be repeated."""
+    """Buffers that need no combining, in a step or pass that may be undone."""
 
     def __init__(self, slots: Sequence[BufferSlot]) -> None:
         self._held = _held(slots)

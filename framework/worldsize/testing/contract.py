@@ -11,6 +11,7 @@ Processes that serve are started beside those that train, as the strategy's role
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,8 +26,9 @@ from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.testing.cases import CASES
 from worldsize.testing.interrupted import CountingChain, changed_by_interruption
 from worldsize.testing.leaks import LOOPBACK, children, listening
-from worldsize.testing.loops import Case, faults, outcomes
+from worldsize.testing.loops import Case, faults, largest_difference, outcomes, refused_early
 from worldsize.testing.recipes import AveragedChain, TwoPlayers
+from worldsize.testing.remembered import REMEMBERED_STEPS, Remembered, remembering_loop, train_healing
 from worldsize.testing.training import (
     ALONE,
     CHAIN,
@@ -244,6 +246,38 @@ class StrategyContract:
             cases = [(recipe, total) for recipe in recipes for total in totals]
             interrupted = partial(changed_by_interruption, self.strategy, cases=cases)
             assert self.run(size, interrupted) == [[]] * size
+
+    def test_values_that_a_recipe_keeps_outlast_restarts_and_healing(self, tmp_path: Path) -> None:
+        """Compare with plain PyTorch, and by bits with a resumed run and, if gangs heal, one that repeats steps.
+
+        A strategy that does not carry the values refuses the recipe before anything starts, with the remedy.
+        """
+        if refusal := refused_early(self.strategy, Remembered()):
+            assert "keeps values from step to step" in refusal
+            assert "strategy" in refusal
+            return
+        size = self.sizes[0]
+        cluster = cluster_with(self.strategy, size)
+        roles = self.strategy.roles(cluster)
+        total = self.strategy.data_parallel(cluster) * max(2, self.strategy.default_micro_batches)
+        last: dict[str, Any] = {"steps": REMEMBERED_STEPS}
+        parts = [last, {"steps": REMEMBERED_STEPS // 2, "folder": tmp_path, "save": True}, {**last, "folder": tmp_path}]
+
+        def body(context: RunContext, parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Tensor]]:
+            own = replace(context, logical_ranks=total)
+            return [train(self.strategy, own, recipe=Remembered(), **options).model for options in parts]
+
+        gangs = [[options] for options in parts] if any(role.serves for role in roles.values()) else [parts]
+        ended = [self.run(size, partial(body, parts=each), Remembered())[0] for each in gangs]
+        straight, _, resumed = [weights for each in ended for weights in each]
+        if self.tolerance <= 1e-3 and not self.loss_differs:
+            assert largest_difference(straight, remembering_loop(total)) <= 2e-5
+        assert_same(resumed, straight)
+        if heals(roles):
+            healed = self.run(size, lambda context: train_healing(self.strategy, replace(context, logical_ranks=total)))
+            for point, weights in healed[0].items():
+                different = [name for name, tensor in straight.items() if not torch.equal(weights[name], tensor)]
+                assert not different, f"other bits after a step that ended at {point!r}: {', '.join(different)}"
 
     def test_nothing_is_left_behind(self) -> None:
         """Expect no child process and no listening port after training."""

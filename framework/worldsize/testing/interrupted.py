@@ -15,7 +15,8 @@ from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.testing.recipes import Chain
 
-POINTS = ("step:forward", "step:backward", "step:reduce", "step:reduced", "before the update")
+_IN_PASSES = ("step:forward", "step:backward", "step:reduce")
+POINTS = (*_IN_PASSES, "step:reduced", "before the update")
 
 
 class InterruptedError(Exception):
@@ -56,21 +57,22 @@ class CountingChain(Chain):
 
 @final
 @dataclass
-class _Interruption(FaultPoints):
-    """Raises when ``point`` is reached after :meth:`begin`, at the second time if there is one."""
+class Interruption(FaultPoints):
+    """Raises once when ``point`` is reached after :meth:`begin`."""
 
     point: str
-    _left: int = -1
+    _left: int = 0
 
-    def begin(self, times: int) -> None:
-        self._left = times
+    def begin(self, batches: int) -> None:
+        """Interrupt the next step, of ``batches`` micro-batches: in the second one, if it has several."""
+        self._left = 2 if batches > 1 and self.point in _IN_PASSES else 1
 
     def enter(self, step: int) -> None: ...
 
     def at(self, point: str) -> None:
-        if point == self.point and self._left >= 0:
+        if point == self.point and self._left > 0:
             self._left -= 1
-            if self._left <= 0:
+            if self._left == 0:
                 raise InterruptedError(point)
 
     def before_update(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor]) -> None:
@@ -89,7 +91,7 @@ def _changed(strategy: Strategy, context: RunContext, recipe: Recipe, logical_ra
     """Interrupt the second step of a new replica at each of ``POINTS``, and one that follows a load."""
     changed = []
     for point, loads in [*((each, False) for each in POINTS), ("step:reduce", True)]:
-        faults = _Interruption(point)
+        faults = Interruption(point)
         own = replace(context, faults=faults, before_update=faults.before_update, logical_ranks=logical_ranks)
         replica = strategy.replica(recipe, own)
         first, second = _batches(recipe, context, logical_ranks, replica)
@@ -97,7 +99,7 @@ def _changed(strategy: Strategy, context: RunContext, recipe: Recipe, logical_ra
         if loads:
             replica.load(replica.state())
         before = {name: tensor.clone() for name, tensor in split(replica.state())[0].items()}
-        faults.begin(2 if len(second) > 1 and point in POINTS[:3] and not loads else 1)
+        faults.begin(1 if loads else len(second))
         if _completes(lambda: replica.step(second)):  # noqa: B023 - it is called at once
             changed.append(f"{point}: it is not reached")
         after = split(replica.state())[0]

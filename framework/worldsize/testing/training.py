@@ -44,6 +44,7 @@ from worldsize.testing.plain import plain_step
 from worldsize.testing.port_runs import mean_of
 from worldsize.testing.recipes import ByMetric, Chain
 from worldsize.testing.worlds import gathered, run_in_worlds
+from worldsize.worker.step_memory import StepMemory, writes_states
 from worldsize.world.roles import role_ranks
 from worldsize.world.scratch import temporary_folder
 
@@ -108,16 +109,18 @@ def train(
         return Trained((), math.nan, {}, moved=False)
     disturb()
     part = 0 if serves else strategy.data_rank(world)
+    writes = not serves and writes_states(strategy, world)
     world = replace(world, rank=0, size=1) if serves else world
-    first = _resumed(replica, world, folder)
-    before = _held(replica)
+    part_of_world = replace(world, rank=part, size=1 if serves else parts)
     order = Order(SEED, BATCH, total, logical_ranks_of(part, parts, total, replica.dealing))
+    memory = StepMemory(recipe, world, part_of_world, order)
+    first = _resumed(replica, memory, world, folder)
+    before = _held(replica)
     batches = (
         repeat([])  # of a process that leads those that train: they draw their data themselves
         if serves
         else micro_batches(recipe.data("train"), order, world.device, first=first, collate=collate_of(recipe))
     )
-    part_of_world = replace(world, rank=part, size=1 if serves else parts)
     evaluated = partial(
         evaluate, replica, recipe.data("test"), part_of_world, batch_size=_TESTED, collate=collate_of(recipe)
     )
@@ -129,7 +132,7 @@ def train(
             (value,) = evaluated().values()
             replica.advance_schedules(value, step=step)
     if save and folder is not None:
-        _save(replica, world, folder, steps)
+        _save(replica, world, folder, steps, streams=memory.states() if writes else {})
     (error,) = evaluated().values()
     moved = first == steps or any(not torch.equal(now, old) for now, old in zip(_held(replica), before, strict=True))
     model = gather_full(replica.state()["model"], world)
@@ -195,17 +198,18 @@ class _Checkpoints(CheckpointSource):
         return (load(checkpoint, state()), checkpoint.step) if checkpoint else None
 
 
-def _resumed(replica: Replica, world: World, folder: Path | None) -> int:
+def _resumed(replica: Replica, memory: StepMemory, world: World, folder: Path | None) -> int:
     checkpoint = newest(folder, world) if folder else None
     if checkpoint is None:
         return 0
     replica.load(load(checkpoint, replica.state()))
+    memory.resume(checkpoint)
     return checkpoint.step
 
 
-def _save(replica: Replica, world: World, folder: Path, step: int) -> None:
+def _save(replica: Replica, world: World, folder: Path, step: int, *, streams: Mapping[str, Tensor]) -> None:
     saver = Saver(folder, world, world.groups.get(f"checkpoint/{world.role}"), keep=Retention())
-    saver.save(replica.state(), step=step, facts={"metrics": {}})
+    saver.save(replica.state(), step=step, facts={"metrics": {}}, streams=streams)
     saver.finish()
     saver.close()
 

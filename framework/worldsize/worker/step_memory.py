@@ -14,8 +14,7 @@ from worldsize.checkpoints.format import RECIPE_STATES, Checkpoint
 from worldsize.checkpoints.load import read_tensors
 from worldsize.collectives.exact import gather_tensors
 from worldsize.config.remembering import check_resumes
-from worldsize.config.settings import Settings
-from worldsize.core import ConfigError, Recipe, World, saves_state
+from worldsize.core import ConfigError, Recipe, Strategy, World, saves_state
 from worldsize.data.order import Order
 from worldsize.data.state_codec import decode, encode
 from worldsize.engine.fit import TrainingProgress
@@ -43,32 +42,31 @@ class StepMemory:
     """Saves and restores the values of one process's logical ranks.
 
     Args:
-        settings: Those of the run.
+        recipe: The recipe.
         world: The processes that train.
         part: This process's place among the data-parallel parts.
         order: The data order of this process.
+        exact: The reproducibility mode if it promises bits.
     """
 
-    def __init__(self, settings: Settings, world: World, part: World, order: Order) -> None:
-        self._recipe: Recipe = settings.recipe
-        self.order, self._world, self._part = order, world, part
-        self._logical_ranks, self._loop_ranks = settings.logical_ranks, settings.loop.logical_ranks
-        self.has_state = saves_state(self._recipe)
+    def __init__(self, recipe: Recipe, world: World, part: World, order: Order, *, exact: str | None = None) -> None:
+        self._recipe, self._world, self._part, self._exact = recipe, world, part, exact
+        self.order = order
+        self.has_state = saves_state(recipe)
         """Whether the recipe has a state of its own."""
-        self._exact = settings.determinism.exact_mode
-        self._kind = type(self._recipe).__name__
+        self._kind = type(recipe).__name__
         self._shared: Mapping[int, bytes] | None = None  # this process's part of the last shared states
 
     def metrics_of_all(self, sums: Mapping[str, Tensor]) -> Mapping[str, list[list[float]]]:
         """Gather this process's sums of training metrics (logical ranks, 2) of all; every rank must call it."""
-        ranks, parts = self._loop_ranks, self._part.size
+        ranks, parts = self.order.logical_ranks, self._part.size
         return by_logical_rank(sums, self.order.mine, self._world, logical_ranks=ranks, parts=parts)
 
     def own_metrics(self, by_rank: Mapping[str, list[list[float]]]) -> dict[str, Tensor]:
         """Return this process's sums, float64 (logical ranks, 2), of those that :meth:`metrics_of_all` gathered."""
         mine = list(self.order.mine)
         rows = {name: torch.tensor(pairs, dtype=torch.float64) for name, pairs in by_rank.items()}
-        fits = all(len(pairs) == self._logical_ranks for pairs in rows.values())  # otherwise the sums begin at 0
+        fits = all(len(pairs) == self.order.logical_ranks for pairs in rows.values())  # otherwise the sums begin at 0
         return {name: pairs[mine].to(self._world.device) for name, pairs in rows.items()} if fits else {}
 
     def share(self, sums: Mapping[str, Tensor]) -> SharedStep:
@@ -120,11 +118,11 @@ class StepMemory:
             if self.has_state and self._world.rank == 0:
                 _logger.warning("%s has no state of %s, which begins anew", checkpoint.path, self._kind)
             return
-        if saved != {str(rank) for rank in range(self._logical_ranks)}:
+        if saved != {str(rank) for rank in range(self.order.logical_ranks)}:
             raise ConfigError(
                 f"{checkpoint.path} has {self._kind}'s states of {len(saved)} logical ranks, and the run has "
-                f"{self._logical_ranks} now. Resume with logical_ranks={len(saved)}, or let the recipe begin again "
-                f"with --ignore {RECIPE_STATES}."
+                f"{self.order.logical_ranks} now. Resume with logical_ranks={len(saved)}, or let the recipe begin "
+                f"again with --ignore {RECIPE_STATES}."
             )
         tensors = read_tensors(checkpoint, RECIPE_STATES, only=set(map(str, self.order.mine)))
         self._load({int(rank): tensor.numpy().tobytes() for rank, tensor in tensors.items()})
@@ -138,6 +136,12 @@ class StepMemory:
         self._shared = None
         for rank, state in states.items():
             self._recipe.load_state(rank, decode(state, self._kind))
+
+
+def writes_states(strategy: Strategy, world: World) -> bool:
+    """Return whether this process writes the states of its logical ranks: no rank before it has the same ones."""
+    part = strategy.data_rank(world)
+    return all(strategy.data_rank(replace(world, rank=rank)) != part for rank in range(world.rank))
 
 
 def _tensor(state: bytes) -> Tensor:

@@ -49,7 +49,7 @@ from worldsize.worker.history import History
 from worldsize.worker.patience import patience_of
 from worldsize.worker.save_interval import save_interval
 from worldsize.worker.slow_hosts import SlowHostWatch
-from worldsize.worker.step_memory import StepMemory
+from worldsize.worker.step_memory import StepMemory, writes_states
 from worldsize.worker.throughput import Throughput
 from worldsize.worker.uneven_streams import UnevenStreams
 from worldsize.world.heartbeat import Heartbeat
@@ -83,7 +83,7 @@ class Training:
         self._world = world = replace(world, rank=0, size=1) if self._leads else world
         part = _part(settings, world)
         order = settings.order(part.rank, part.size, replica.dealing)
-        self._memory = StepMemory(settings, world, part, order)
+        self._memory = StepMemory(settings.recipe, world, part, order, exact=settings.determinism.exact_mode)
         self._preemption = preemption
         self._history = History(run.metrics)
         self._watch: SlowHostWatch | None = None
@@ -258,7 +258,7 @@ class Training:
                 checkpoint = None
             train = TrainingStream(train, checkpoint=checkpoint, speaks=world.rank == 0)
             examine = UnevenStreams(train, world).examine
-            if _writes_states(settings, world):
+            if self._writes_states:
                 states = train.states
         workers, collate = _data_workers(settings, self._emit, world.rank), collate_of(settings.recipe)
         patience = patience_of(settings, world, self._preemption)
@@ -266,6 +266,10 @@ class Training:
             train, self._memory.order, world.device, first=first, workers=workers, collate=collate, patience=patience
         )
         return batches, states, examine
+
+    @property
+    def _writes_states(self) -> bool:
+        return not self._leads and writes_states(self._settings.strategy, self._world)
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
         """Yield each step's data; before each step, send a heartbeat and check whether a save has ended."""
@@ -288,7 +292,7 @@ class Training:
             "training_metrics": self._memory.metrics_of_all(progress.metrics),
         }
         states = streams(progress.step) | (
-            self._memory.states() if self._memory.has_state and _writes_states(self._settings, self._world) else {}
+            self._memory.states() if self._memory.has_state and self._writes_states else {}
         )
         self._checkpoints.save(self._replica.state(), step=progress.step, facts=facts, streams=states)
         if not progress.evaluated:
@@ -320,14 +324,6 @@ class Training:
 def _part(settings: Settings, world: World) -> World:
     """Return this process's place among the data-parallel parts; one that leads is alone."""
     return world if settings.roles[world.role].serves else settings.data_part(world)
-
-
-def _writes_states(settings: Settings, world: World) -> bool:
-    """Return whether this process writes the states of its logical ranks: no rank before it has the same ones."""
-    if settings.roles[world.role].serves:
-        return False
-    data_rank, own = settings.strategy.data_rank, _part(settings, world).rank
-    return all(data_rank(replace(world, rank=rank)) != own for rank in range(world.rank))
 
 
 def _data_workers(settings: Settings, tell: Callable[[Event], None], rank: int) -> int | AutoWorkers:

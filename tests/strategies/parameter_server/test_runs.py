@@ -130,10 +130,16 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(
     assert log.count("worker-1 joins") == (2 if restarts else 1)
 
 
-def test_a_worker_that_dies_between_two_pushes_leaves_servers_consistent(train: Any, single: Any) -> None:
-    kill = "faults=[{action: kill, rank: 3, step: 9, point: push:next-server}]"  # only one server has its gradient then
-    run = train(*DIGITS, *ELASTIC, SERVER, "strategy.servers=2", "cluster.processes=4", kill)
-    assert "worker 1 failed: killed by SIGKILL" in run.error
+def test_gradients_that_servers_have_of_dead_workers_count_once(train: Any, single: Any) -> None:
+    """One worker dies when one server has its gradient, one when all have, before it has reported its unit."""
+    kills = (
+        "{action: kill, rank: 3, step: 9, point: push:next-server}",
+        "{action: kill, rank: 4, step: 14, point: push:end}",
+    )
+    size = ("strategy.servers=2", "cluster.processes=6")
+    run = train(*DIGITS, *ELASTIC, SERVER, *size, f"faults=[{', '.join(kills)}]")
+    for worker in (1, 2):
+        assert f"worker {worker} failed: killed by SIGKILL" in run.error
     assert digests(run)[0] == single()[0]
 
 

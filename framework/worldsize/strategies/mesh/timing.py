@@ -63,7 +63,10 @@ class TimedStage(PipelineStage):
             self._sums.begin_passes()
         self._at("step:forward")
         with phase("compute"):
-            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            try:
+                output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            except RuntimeError as error:
+                raise error.__cause__ or error from None  # torch hides a refusal behind the arguments of the stage
             self._sums.forwarded(fwd_chunk_id)
         return output
 

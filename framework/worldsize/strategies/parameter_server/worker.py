@@ -106,6 +106,7 @@ class Worker:
         with self._context.timing.measured(step):
             records = self._learn(batches, step, ranks)
             self._dense.settle()
+        self._context.faults.at("push:end")  # servers have the gradients, before the leader gets the report
         self._watch.end_step()
         return {"unit": [step, ranks], "records": [record.message() for record in records]}
 
