@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tests.own_recipe import write_recipe
+from tests.world.forks import BUILDS, COMMANDS, OTHERS
+from worldsize import app
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -95,12 +97,17 @@ def test_workers_of_a_recipe_that_asks_cuda_at_its_import_train(tmp_path: Path, 
 
 @pytest.mark.heavy
 def test_no_recipe_optimizer_or_command_asks_cuda_before_it_forks(tmp_path: Path) -> None:
+    assert {words[0] for words in COMMANDS} | OTHERS.keys() == app.COMMANDS.keys()
+    recipes = {path.stem for path in REPOSITORY.glob("*/*/conf/recipe/*.yaml")}
+    assert {word.partition("=")[2] for row in BUILDS for words in row for word in words if "recipe=" in word} == recipes
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.world.forks"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("bad fork") and ALLOWED not in line] == []
-    ended = [line for line in lines if line.startswith("ended")]
-    assert len(ended) == 17
-    without_gpu = "cluster.device=cuda"  # the plan measures on a GPU, and there is none
-    assert [line for line in ended if not line.startswith("ended: 0:") and without_gpu not in line] == [], done.stderr
+    assert [line for line in lines if line.startswith("built")] == [
+        f"built: {' '.join(words)}" for row in BUILDS for words in row
+    ], done.stderr
+    # the plan measures on a GPU, and there is none
+    expected = [f"ended: {int(words[0] == 'plan')}: {' '.join(words)}" for words in COMMANDS]
+    assert [line for line in lines if line.startswith("ended") and "build" not in line] == expected, done.stderr
