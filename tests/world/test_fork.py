@@ -84,10 +84,13 @@ print(Local().launch(replace(plan, cluster=replace(plan.cluster, device="cuda"))
 """
 
 
-def test_workers_of_a_recipe_that_asks_cuda_at_its_import_train(tmp_path: Path, train: Any) -> None:
+@pytest.mark.parametrize("options", [(), ("strategy.on_failure=heal", "checkpoint=none")], ids=["gang", "heals"])
+def test_workers_of_a_recipe_that_asks_cuda_at_its_import_train(
+    options: tuple[str, ...], tmp_path: Path, train: Any
+) -> None:
     text = (REPOSITORY / "recipes" / "digits" / "conf" / "recipe" / "digits.yaml").read_text()
     recipe = write_recipe(tmp_path, "asks", ASKS, asks=text.replace("digits.recipe.Digits", "asks.recipe.Asks"))
-    run_folder: Path = train("recipe=asks", "steps=1", "cluster.processes=2").folder
+    run_folder: Path = train("recipe=asks", "steps=1", "cluster.processes=2", *options).folder
     done = run(AGAIN, str(run_folder), folder=tmp_path)
     assert done.stdout.endswith("completed\n"), done.stderr
     for rank in range(2):

@@ -17,6 +17,7 @@ _logger = logging.getLogger(__name__)
 
 _ASK = ("_cuda_getDeviceCount", "_cuda_init")  # functions of torch._C after which forked processes cannot use CUDA
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+PIPE = "WORLDSIZE_PIPE"  # environment variable with the descriptor of the pipe that a process has handed to itself
 _askers: list[str] = []  # the place in the code that called one of them first, in this process or one that forked it
 
 
@@ -49,11 +50,11 @@ def _noted(ask: Callable[[], object], asked: Mapping[str, Callable[[], object]])
     return ask()
 
 
-def leave_bad_fork(program: Sequence[str]) -> None:
+def leave_bad_fork(program: Sequence[str], pipe: int | None = None) -> None:
     """Replace this forked process by ``program`` if the one that forked it had asked CUDA's driver before.
 
     CUDA refuses such a process. The new program keeps its number, its environment and its pipes, by which the forking
-    process learns of its end.
+    process learns of its end. ``pipe``: the descriptor of another pipe, which PIPE then names.
     """
     import torch
 
@@ -68,6 +69,9 @@ def leave_bad_fork(program: Sequence[str]) -> None:
         with suppress(OSError):  # the descriptor of the listing itself
             if stat.S_ISFIFO(os.fstat(int(entry.name)).st_mode):
                 os.set_inheritable(int(entry.name), True)
+    if pipe is not None:
+        os.set_inheritable(pipe, True)
+        os.environ[PIPE] = str(pipe)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(program[0], [*program])
