@@ -128,7 +128,7 @@ WAITS = (
     Wait("^strategy=single ", "engine/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
     Wait("^strategy=(?!single )", f"{_GATHERED} engine/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
     Wait("nonfinite=skip", "core/numerics.py Numerics.skips", "item", _STEPS, "the host decides whether to take it"),
-    # but for a fused step, which decides on the device
+    # a fused step decides on the device
     Wait(
         r" fp16 (?!.*fused)", "strategies/loss_scaling.py step_scaled", "item", _STEPS, "GradScaler decides on the host"
     ),

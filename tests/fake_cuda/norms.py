@@ -1,4 +1,4 @@
-"""The digits recipe with a layer whose statistics training changes, and with buffers of its own."""
+"""The digits recipe with a layer whose statistics training changes, and with further buffers."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ HF = (
     "recipe.trainer=tests.plugins.hf_programs.make_classifier",
     *("epochs=null", "steps=20", "batch_size=8", "lr=0.001", "clip_norm=0.5"),
 )
-BUILDS: tuple[tuple[tuple[str, ...], ...], ...] = (  # those of a row in one process
+BUILDS: tuple[tuple[tuple[str, ...], ...], ...] = (  # each row in one process
     (
         *(
             ("recipe=digits", "schedule=constant", f"optimizer={path.stem}")
@@ -45,7 +45,7 @@ BUILDS: tuple[tuple[tuple[str, ...], ...], ...] = (  # those of a row in one pro
         ("recipe=stdlib_lm",),
         ("recipe=lightning_module", *(f"recipe.{key}" for key in LIGHTNING), "batch_size=24"),
     ),
-    # torchao's kernels, which transformers imports, spoil the process
+    # transformers imports torchao's kernels, and they spoil the process
     (("recipe=hf_causal_lm",),),
     (("recipe=hf_trainer", *HF),),
 )
@@ -71,7 +71,7 @@ SITE = "import os\nfrom tests.world.forks import believe\nbelieve(os.getppid())\
 
 
 def believe(leader: int) -> None:
-    """Believe in a GPU, and print who asked CUDA before a fork; grandchildren of ``leader`` go on without the GPU."""
+    """Simulate a GPU, except in grandchildren of ``leader``, and print the caller of CUDA before a bad fork."""
 
     def report() -> None:
         if torch.cuda._is_in_bad_fork():
@@ -80,9 +80,11 @@ def believe(leader: int) -> None:
             torch.cuda._raw_device_count_nvml = lambda: 0
 
     torch.cuda._raw_device_count_nvml = lambda: 1
-    # what asks the driver finds one that knows the GPU's properties, so that imports that read them go on
-    torch._C._cuda_init, torch._C._cuda_getDevice = torch._C._cuda_getDeviceCount, lambda: 0
-    torch.cuda._get_device_properties = lambda _: SimpleNamespace(major=9, minor=0, total_memory=80 << 30)
+    # a driver that knows the GPU's properties, since imports read them
+    torch._C._cuda_init = torch._C._cuda_getDeviceCount  # type: ignore[assignment]
+    torch._C._cuda_getDevice = lambda: 0
+    facts = SimpleNamespace(major=9, minor=0, total_memory=80 << 30)
+    torch.cuda._get_device_properties = lambda _: facts  # type: ignore[attr-defined]
     torch.cuda._queued_calls.clear()  # they check its properties, too
     os.register_at_fork(after_in_child=report)
 

@@ -22,7 +22,7 @@ def handled(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 def leave_hangups() -> None:
-    """Leave SIGHUP to the launching process. Not by SIG_IGN, which stands for nohup."""
+    """Leave SIGHUP to the launching process, by a handler: SIG_IGN stands for nohup."""
     for number in handled([signal.SIGHUP]):
         signal.signal(number, _leave)
 
