@@ -45,9 +45,10 @@ BUILDS: tuple[tuple[tuple[str, ...], ...], ...] = (  # each row in one process
         ("recipe=stdlib_lm",),
         ("recipe=lightning_module", *(f"recipe.{key}" for key in LIGHTNING), "batch_size=24"),
     ),
-    # transformers imports torchao's kernels, and they spoil the process
-    (("recipe=hf_causal_lm",),),
-    (("recipe=hf_trainer", *HF),),
+    (  # transformers imports torchao's kernels, and they spoil the process
+        ("recipe=hf_causal_lm",),
+        ("recipe=hf_trainer", *HF),
+    ),
 )
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("train", "--multirun", *SMALL, "steps=1", "run.name=at_${seed}", "seed=1,2"),
