@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from worldsize.config.compose import compose_only
+from worldsize.config.composed import settings_of
 from worldsize.config.shape import check_gpus, check_graphs, check_heals, nodes_of, with_processes
 from worldsize.core import Cluster, Numerics, Role
 from worldsize.core.numerics import CompileMode
@@ -84,14 +86,28 @@ def test_spare_nodes_need_a_gang_that_heals_and_a_launcher_that_tells_nodes_of_e
         check_heals({"worker": Role(1, restart="heal")}, Cluster("laptop", 1, 1, "cpu", "gloo", spare_nodes=1), Local())
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_a_gang_that_heals_is_refused_with_nccl_until_a_gpu_has_shown_it(backend: str) -> None:
-    cluster = Cluster("node", nodes=1, processes=2, device="cuda", backend=backend)
-    roles = {"worker": Role(2, restart="heal")}
+HEALS = ("recipe=digits", "strategy.on_failure=heal", "cluster.processes=2", "cluster.device=cuda")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("cluster=node",),
+        ("cluster.backend=NCCL",),
+        ('cluster.backend="cpu:gloo,cuda:nccl"',),
+        ("cluster.backend=ucc",),
+        ("cluster=slurm", "cluster.gpus_per_node=2", "cluster.min_processes=1", "cluster.spares=1"),
+        ("cluster=ssh", "cluster.hosts=[a,b]", "autoscale=file"),
+        ("strategy=fsdp", "checkpoint.peers=1"),
+    ],
+    ids=" ".join,
+)
+def test_a_gang_heals_on_gpus_with_gloo_only_until_a_gpu_has_shown_more(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"no GPU has shown.* Set strategy\.on_failure=restart"):
-        check_heals(roles, cluster, Local())
-    check_heals({"worker": Role(2)}, cluster, Local())
-    check_heals(roles, replace(cluster, backend="gloo"), Local())
+        settings_of(compose_only([*HEALS, *words]))
+    others = [word for word in words if "backend" not in word]
+    assert settings_of(compose_only([*HEALS, *others, "cluster.backend=gloo"])).heals
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])

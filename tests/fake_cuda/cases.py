@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 COMMON = ("batch_size=16", "evaluate_batch_size=16", "cluster.processes=2", "cluster.device=cuda")
+NORMS = "tests.fake_cuda.norms.Norms"
 RECIPES = {
     "gpt": (
         "recipe=stdlib_lm",
         *("recipe.width=16", "recipe.depth=2", "recipe.heads=2", "recipe.context=16", "recipe.test_bytes=1000"),
     ),
-    "digits": ("recipe=digits", "evaluate_batch_size=360"),
+    "norms": ("recipe=digits", f"recipe._target_={NORMS}", f"allow_targets=[{NORMS}]", "evaluate_batch_size=360"),
 }
 SHORT = {
     "NODES": ["cluster.processes=4", "cluster.nodes=2"],
@@ -19,29 +21,29 @@ SHORT = {
 }
 # strategy | mode, precision, micro-batches of a process, clip_norm, recipe | further words
 CASES = """
-strategy=single cluster.processes=1 | seeded fp32 1 null digits | nonfinite=skip
+strategy=single cluster.processes=1 | fast fp32 1 null norms | nonfinite=skip
 strategy=single cluster.processes=1 | elastic bf16 2 1.0 gpt | ema.decay=0.9
-strategy=ddp | seeded bf16 1 null gpt | optimizer=muon
-strategy=ddp | deterministic fp16 2 1.0 digits | nonfinite=skip
+strategy=ddp | seeded bf16 1 null gpt | optimizer=muon precision=fp8
+strategy=ddp | deterministic fp16 2 1.0 norms | nonfinite=skip
 strategy=ddp | elastic fp32 1 1.0 gpt | ema.decay=0.9
-strategy=ddp strategy.compress=int8 | seeded fp16 2 null digits |
-strategy=ddp strategy.compress=topk | deterministic bf16 1 1.0 digits |
+strategy=ddp strategy.compress=int8 | fast fp16 2 null norms |
+strategy=ddp strategy.compress=topk | deterministic bf16 1 1.0 norms |
 strategy=ddp strategy.compress=randomk | seeded fp32 2 1.0 gpt |
 strategy=ddp strategy.reduce=hierarchical NODES | deterministic fp32 1 null gpt |
 strategy=zero | elastic fp16 1 null gpt | recipe.dropout=0.1
-strategy=zero | deterministic bf16 2 1.0 digits | optimizer=sgd
-strategy=fsdp | seeded fp16 1 1.0 gpt | ema.decay=0.9
-strategy=fsdp strategy.accumulate=sharded | elastic fp32 2 null digits |
+strategy=zero | deterministic bf16 2 1.0 norms | optimizer=sgd
+strategy=fsdp | seeded fp16 1 1.0 gpt | ema.decay=0.9 optimizer.fused=true
+strategy=fsdp strategy.accumulate=sharded | elastic fp32 2 null norms |
 strategy=fsdp strategy.param_dtype=bf16 | deterministic fp32 2 null gpt | optimizer=sgd
 strategy=fsdp OFFLOAD | seeded bf16 2 1.0 gpt |
 strategy=fsdp OFFLOAD | elastic fp32 1 1.0 gpt |
 strategy=hsdp NODES | deterministic bf16 1 null gpt |
-strategy=mesh | elastic bf16 1 1.0 digits | nonfinite=skip
-strategy=mesh strategy.tensor=2 NODES | seeded fp32 1 null gpt |
-strategy=local_sgd strategy.inner_steps=2 | seeded fp16 1 1.0 digits |
+strategy=mesh | elastic bf16 1 1.0 norms | nonfinite=skip
+strategy=mesh strategy.tensor=2 NODES | seeded fp32 1 null gpt | optimizer.fused=true
+strategy=local_sgd strategy.inner_steps=2 | seeded fp16 1 1.0 norms |
 strategy=local_sgd strategy.inner_steps=2 strategy.optimizer_state=mean | deterministic fp32 2 null gpt |
 strategy=diloco strategy.inner_steps=2 | seeded bf16 2 null gpt |
-strategy=streaming_diloco strategy.inner_steps=4 strategy.fragment_blocks=1 | seeded bf16 1 1.0 gpt |
+strategy=streaming_diloco strategy.inner_steps=4 strategy.fragment_blocks=1 | fast bf16 1 1.0 gpt |
 """
 ABSENT = {
     "easgd": "its centre is another process, which a launcher starts",
@@ -54,6 +56,7 @@ ABSENT = {
 class Case:
     """One run."""
 
+    line: str
     strategy: Sequence[str]
     options: Sequence[str]  # mode, precision, micro-batches, clip_norm, recipe
     more: Sequence[str]
@@ -62,7 +65,7 @@ class Case:
     def parsed(line: str) -> Case:
         """Read a line of CASES."""
         strategy, options, more = (part.split() for part in line.split("|"))
-        return Case([word for each in strategy for word in SHORT.get(each, [each])], options, more)
+        return Case(line, [word for each in strategy for word in SHORT.get(each, [each])], options, more)
 
     @property
     def words(self) -> list[str]:
@@ -74,50 +77,132 @@ class Case:
         own = [f"{key}={value}" for key, value in options.items()]
         return [*chosen.values(), *own, f"logical_ranks={int(each) * parts}", *self.more]
 
+    def waits(self) -> dict[tuple[str, str, str], int]:
+        """Return how often the run waits in each phase, by phase, function and kind of wait."""
+        found: dict[tuple[str, str, str], int] = {}
+        for wait in WAITS:
+            if re.search(wait.line, self.line):
+                for phase, count in wait.counts.items():
+                    place = (phase, wait.function, wait.kind)
+                    assert place not in found, f"{place} stands twice in WAITS for {self.line}"
+                    found[place] = count
+        return found
+
 
 def cases() -> list[Case]:
     """Return all runs."""
     return [Case.parsed(line) for line in CASES.strip().splitlines()]
 
 
-_SKIPS = "nonfinite=skip: the host decides whether to take the step"
-_SCALES = "precision=fp16: torch's GradScaler decides on the host whether to take the step"
-_STATE = "the state of torch's GradScaler is plain numbers"
-_COUNTS = "an optimizer's counts of steps are on the host, and are averaged once a round"
+@dataclass(frozen=True)
+class Wait:
+    """The waits of a function in the cases whose line in CASES matches, by phase, and why they must be."""
+
+    line: str
+    function: str
+    kind: str
+    counts: Mapping[str, int]
+    why: str
+
+
+# a run has 2 first steps, 2 other steps, 3 logged lines, an evaluation, a save and a load
+_STEPS, _STATE = {"first steps": 2, "step": 2}, {"save": 2, "load": 2}
 _METRICS = "collectives/exact.py reduce_metrics of metrics/collector.py MetricCollector.reduce"
-_GATHERED = "a logged line waits once for all its numbers"
+_AGREES = "strategies/unit_order.py UnitOrder._agrees_at_once"
+_GATHERED = "collectives/exact.py start_all_gather.result of"
+_TO_HOST, _FROM_HOST = "copy to the host", "copy from the host"
+_LOGGED = "a logged line waits once for all its numbers"
 _MESH = "ranks of a part of a mesh have no group of gloo"
+_SCALER = "the state of torch's GradScaler is plain numbers"
+_COUNTS = "an optimizer's counts of steps are on the host, and are averaged once a round"
 _OFFLOADED = "cpu_offload: the gradient is on the host before the optimizer is"
-# by phase and function: most waits of a run, which has 2 first steps, 2 others and 3 logged lines, and their reason
-ALLOWED: Mapping[tuple[str, str], tuple[int, str]] = {
-    ("first steps", "core/numerics.py Numerics.skips"): (2, _SKIPS),
-    ("step", "core/numerics.py Numerics.skips"): (2, _SKIPS),
-    ("first steps", "strategies/loss_scaling.py step_scaled"): (2, _SCALES),
-    ("step", "strategies/loss_scaling.py step_scaled"): (2, _SCALES),
-    ("first steps", "strategies/unit_order.py UnitOrder._agrees_at_once"): (99, "ranks compare their first step"),
-    ("loop", "collectives/exact.py start_all_gather.result of engine/window.py LoggedStep.event"): (3, _GATHERED),
-    ("loop", "engine/window.py LoggedStep.event"): (3, _GATHERED),
-    ("evaluation", f"collectives/exact.py _on_host of {_METRICS}"): (2, "metrics are compared on the host"),
-    ("evaluation", f"collectives/exact.py start_all_reduce.result of {_METRICS}"): (1, _MESH),
-    (
-        "first steps",
-        "collectives/exact.py start_all_gather.result of strategies/agreed_losses.py AgreedLosses._exchange",
-    ): (
-        1,
+_BUFFERS = "the host compares buffers without a rule in steps 1, 2 and 4"
+_COMPARED = {  # ranks compare their first step, pass by pass, by recipe and micro-batches
+    ("gpt", 1): 11,
+    ("gpt", 2): 18,
+    ("norms", 1): 5,
+    ("norms", 2): 9,
+}
+WAITS = (
+    Wait("", f"collectives/exact.py _on_host of {_METRICS}", _TO_HOST, {"evaluation": 1}, "metrics are of the host"),
+    Wait("^strategy=single ", "engine/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
+    Wait("^strategy=(?!single )", f"{_GATHERED} engine/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
+    Wait("nonfinite=skip", "core/numerics.py Numerics.skips", "item", _STEPS, "the host decides whether to take it"),
+    # a fused step decides on the device
+    Wait(
+        r" fp16 (?!.*fused)", "strategies/loss_scaling.py step_scaled", "item", _STEPS, "GradScaler decides on the host"
+    ),
+    Wait(" fp16 ", "strategies/model_replica.py ModelReplica.state", "item", _STATE, _SCALER),
+    Wait(
+        "^strategy=local_sgd .* fp16 ",
+        "strategies/periodic/replica.py _with_figures.<dictcomp>",
+        "item",
+        _STATE,
+        _SCALER,
+    ),
+    Wait(
+        "^strategy=local_sgd .* fp16 ",
+        "strategies/periodic/replica.py PeriodicSyncReplica._of_first.<dictcomp>",
+        _FROM_HOST,
+        _STATE,
+        _SCALER,
+    ),
+    Wait("local_sgd |diloco ", "strategies/periodic/exchange.py beside", _TO_HOST, {"save": 1, "load": 1}, _COUNTS),
+    Wait(
+        "optimizer_state=mean",
+        "strategies/periodic/exchange.py beside",
+        _TO_HOST,
+        {"first steps": 1, "step": 1},
+        _COUNTS,
+    ),
+    Wait(
+        "^strategy=(?!single |local_sgd ).* norms ",
+        "strategies/buffer_combinations.py _Equal.finish",
+        "equal",
+        _STEPS,
+        'the host compares buffers with the rule "equal"',
+    ),
+    *(
+        Wait(
+            f"^strategy=(?!single ).* {count} [^ ]+ norms ",
+            "strategies/step_buffers.py _same_bits",
+            "equal",
+            {"first steps": 2 * count, "step": count},
+            _BUFFERS,
+        )
+        for count in (1, 2)
+    ),
+    *(
+        Wait(
+            f"^strategy=(fsdp|hsdp|mesh) .* {count} [^ ]+ {recipe} ",
+            _AGREES,
+            kind,
+            {"first steps": waits},
+            "they differ then",
+        )
+        for (recipe, count), waits in _COMPARED.items()
+        for kind in ("item", _FROM_HOST)
+    ),
+    Wait(
+        "^strategy=mesh ",
+        f"collectives/exact.py start_all_reduce.result of {_METRICS}",
+        _TO_HOST,
+        {"evaluation": 1},
         _MESH,
     ),
-    ("first steps", "strategies/periodic/exchange.py beside"): (1, _COUNTS),
-    ("step", "strategies/periodic/exchange.py beside"): (1, _COUNTS),
-    ("save", "strategies/periodic/exchange.py beside"): (1, _COUNTS),
-    ("load", "strategies/periodic/exchange.py beside"): (1, _COUNTS),
-    ("save", "strategies/periodic/replica.py PeriodicSyncReplica._of_first.<dictcomp>"): (2, _STATE),
-    ("load", "strategies/periodic/replica.py PeriodicSyncReplica._of_first.<dictcomp>"): (2, _STATE),
-    ("save", "strategies/periodic/replica.py _with_figures.<dictcomp>"): (2, _STATE),
-    ("load", "strategies/periodic/replica.py _with_figures.<dictcomp>"): (2, _STATE),
-    ("first steps", "strategies/loss_weights.py scale_gradients"): (2, _OFFLOADED),
-    ("step", "strategies/loss_weights.py scale_gradients"): (2, _OFFLOADED),
-    ("first steps", "strategies/unit_gradients.py _complete_last.complete"): (28, _OFFLOADED),
-    ("step", "strategies/unit_gradients.py _complete_last.complete"): (28, _OFFLOADED),
-    ("save", "strategies/model_replica.py ModelReplica.state"): (2, _STATE),
-    ("load", "strategies/model_replica.py ModelReplica.state"): (2, _STATE),
-}
+    Wait(
+        "^strategy=mesh ",
+        f"{_GATHERED} strategies/agreed_losses.py AgreedLosses._exchange",
+        _TO_HOST,
+        {"first steps": 1},
+        _MESH,
+    ),
+    Wait("OFFLOAD", "strategies/loss_weights.py scale_gradients", _TO_HOST, _STEPS, _OFFLOADED),
+    Wait(
+        "OFFLOAD",
+        "strategies/unit_gradients.py _complete_last.complete",
+        "event",
+        {"first steps": 28, "step": 28},
+        _OFFLOADED,
+    ),
+)

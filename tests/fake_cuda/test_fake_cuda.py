@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import environment
-from tests.fake_cuda.cases import ABSENT, ALLOWED, cases
+from tests.fake_cuda.cases import ABSENT, cases
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -51,18 +51,22 @@ def run(commands: list[list[str]], shims: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_a_rank_on_cuda_waits_only_where_it_must(part: int, shims: Path) -> None:
-    answers = run([case.words for case in cases()[part::_PARTS]], shims)
+    chosen = cases()[part::_PARTS]
+    answers = run([case.words for case in chosen], shims)
     failures = {" ".join(each["words"]): each["error"] for each in answers if each["error"]}
     assert failures == {}
     on_device = {" ".join(each["words"]): each["on_device"] for each in answers if each["on_device"]}
     assert on_device == {}, "a save keeps tensors on the GPU"
-    others: dict[str, list[str]] = {}
-    for each in answers:
-        for phase, function, kind, count in each["waits"]:
-            most, _ = ALLOWED.get((phase, function), (0, ""))
-            if count > most:
-                others.setdefault(f"{phase}: {function}", []).append(f"{kind} {count}: {' '.join(each['words'])}")
-    assert others == {}
+    found = {
+        case.line: {tuple(key): n for *key, n in each["waits"]} for case, each in zip(chosen, answers, strict=True)
+    }
+    expected = {case.line: case.waits() for case in chosen}
+    assert [
+        f"{line}: {' '.join(place)}: {found[line].get(place, 0)}, not {expected[line].get(place, 0)}"
+        for line in expected
+        for place in sorted(found[line].keys() | expected[line].keys())
+        if found[line].get(place, 0) != expected[line].get(place, 0)
+    ] == [], "waits that WAITS does not name, or waits there that are no more"
 
 
 def test_every_strategy_and_every_pair_of_options_is_among_the_cases() -> None:

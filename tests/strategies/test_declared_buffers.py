@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import BufferRule, Concatenated, ConfigError, Recipe, RunContext, Strategy, World
@@ -20,6 +21,7 @@ from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
+from worldsize.strategies.step_buffers import BufferMean
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.plain import plain_step
 from worldsize.testing.recipes import Chain
@@ -222,3 +224,42 @@ def test_a_rule_that_suits_no_buffer_is_refused_before_the_start(rules: Any, mes
 def test_servers_refuse_declared_buffers_before_the_start() -> None:
     with pytest.raises(ConfigError, match=r"reach no other worker. Use strategy=ddp"):
         check_construction(Recorded(), ParameterServer())
+
+
+def test_restoring_statistics_takes_as_many_kernels_for_many_layers_as_for_few() -> None:
+    def added(layers: int) -> tuple[list[str], list[Tensor]]:
+        torch.manual_seed(3)
+        norms = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(layers)))
+        means, batches = BufferMean(norms, None), torch.randn(2, 8, 4)
+        first = [buffer.clone() for buffer in norms.buffers()]
+        with means.step(2) as buffers:
+            norms(batches[0])
+            buffers.add(0)
+            assert all(map(torch.equal, norms.buffers(), first)), "each pass starts from the same values"
+            norms(batches[1])
+            with Kernels() as kernels:
+                buffers.add(1)
+        return kernels.names, list(norms.buffers())
+
+    (few, _), (many, values) = added(2), added(8)
+    assert few == many
+    reference = [nn.BatchNorm1d(4) for _ in range(2)]
+    torch.manual_seed(3)
+    for norm, batch in zip(reference, torch.randn(2, 8, 4), strict=True):
+        norm(batch)
+    mean = sum(norm.get_buffer("running_mean") for norm in reference) / 2
+    torch.testing.assert_close(values[0], mean)
+    assert int(values[2]) == 1
+
+
+class Kernels(TorchDispatchMode):
+    """Notes the operations that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))

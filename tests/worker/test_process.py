@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,9 @@ from worldsize.records.redaction import Scrubber
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, view
 from worldsize.worker import process
+from worldsize.world import fork
 from worldsize.world.environments import Placement, placement
+from worldsize.world.membership import Membership, MembershipChannel, receive, send
 
 
 @pytest.fixture
@@ -141,3 +145,34 @@ def test_the_log_of_nccl_is_found_where_host_names_have_dots(tmp_path: Path, mon
     process._listen(settings, run, place)
     written = os.environ["NCCL_DEBUG_FILE"].replace("%h", "gpu1").replace("%p", str(os.getpid()))
     assert process._nccl_log(run, place) == Path(written)
+
+
+def test_a_process_that_began_again_leaves_hangups_and_hears_of_members(
+    started: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = Pipe()
+    found = list[Membership]()
+
+    def play(_: object, __: object, channel: MembershipChannel) -> int:
+        os.kill(os.getpid(), signal.SIGHUP)
+        found.append(channel.next(-1))
+        return 0
+
+    RunDirectory(started).config.write_text("cluster: {environment: alone, timeout: 5.0}\n")
+    monkeypatch.setenv("WORLDSIZE_ATTEMPT", "1")
+    monkeypatch.setenv(fork.PIPE, str(os.dup(theirs.fileno())))
+    monkeypatch.setattr(process, "play", play)
+    send(ours, Membership(1, (0, 1), (-1, -1)).message())
+    before = signal.signal(signal.SIGHUP, fail_on_hangup)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            process.main()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended.value.code == 0
+    assert found[0].members == (0, 1)
+    assert receive(ours) == {"stopped": 0, "step": -1}
+
+
+def fail_on_hangup(*_: object) -> None:
+    raise AssertionError("it ends with its terminal")

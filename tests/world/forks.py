@@ -1,6 +1,6 @@
 """Fork with every recipe and optimizer and in every command that does, and print each fork that CUDA would refuse.
 
-    python -m tests.world.forks FOLDER      # FOLDER: an empty one, for the runs
+    python -m tests.world.forks      # in an empty folder, for the runs
 
 It believes in one GPU that NVML has found; nothing else of CUDA is there.
 """
@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -22,27 +23,71 @@ from worldsize.config.compose import compose_only
 from worldsize.driver.execute import checked
 from worldsize.world import fork
 
-RUN = ("steps=1", "cluster.processes=2", "cluster.threads=1", "checkpoint.every=1", "evaluate_every=0")
-LEADER = os.getpid()
+RUN = ("cluster.processes=2", "cluster.threads=1", "logger=none")
 SMALL = ("recipe=digits", *RUN)
 PROJECT = Path(__file__).parents[2]
-RECIPES = ("digits", "stdlib_lm", "hf_causal_lm", "click_through", "word2vec")
+LIGHTNING = (
+    "module=tests.plugins.lightning_programs.Classifier",
+    "datamodule=tests.plugins.lightning_programs.Points",
+)
+HF = (
+    "recipe.trainer=tests.plugins.hf_programs.make_classifier",
+    *("epochs=null", "steps=20", "batch_size=8", "lr=0.001", "clip_norm=0.5"),
+)
+BUILDS: tuple[tuple[tuple[str, ...], ...], ...] = (  # each row in one process
+    (
+        *(
+            ("recipe=digits", "schedule=constant", f"optimizer={path.stem}")
+            for path in sorted((PROJECT / "conf" / "optimizer").glob("*.yaml"))
+        ),
+        ("recipe=click_through",),
+        ("recipe=word2vec",),
+        ("recipe=stdlib_lm",),
+        ("recipe=lightning_module", *(f"recipe.{key}" for key in LIGHTNING), "batch_size=24"),
+    ),
+    (  # transformers imports torchao's kernels, and they spoil the process
+        ("recipe=hf_causal_lm",),
+        ("recipe=hf_trainer", *HF),
+    ),
+)
 COMMANDS: tuple[tuple[str, ...], ...] = (
-    ("train", *SMALL, "run.name=first"),
-    ("resume", "runs/digits/first", "steps=2"),
-    ("evaluate", "runs/digits/first"),
+    ("train", "--multirun", *SMALL, "steps=1", "run.name=at_${seed}", "seed=1,2"),
+    ("train", *SMALL, "steps=1", "run.name=written", "launch=write"),
+    ("agent", "runs/digits/written"),
+    ("resume", "runs/digits/written", "steps=2"),
+    ("evaluate", "runs/digits/written"),
+    ("reproduce", "runs/digits/at_1"),
+    ("scale", *SMALL, "steps=5", "world_sizes=2"),
     ("plan", *SMALL, "cluster.device=cuda", "cluster.processes=1", "--compute", "1ms", "--strategies", "ddp"),
-    ("rehearse", *SMALL),
+    ("rehearse", *SMALL, "steps=1"),
     ("doctor", *SMALL),
 )
+OTHERS = {  # commands that fork nothing which may use a GPU
+    **dict.fromkeys(("init", "new", "list", "image", "status", "logs"), "starts no Python process"),
+    **dict.fromkeys(("cancel", "compare", "export", "report", "watch", "workers"), "starts no Python process"),
+    "prepare": "its processes cut text into tokens",
+}
+# for the Python that reproduce starts
+SITE = "import os\nfrom tests.world.forks import believe\nbelieve(os.getppid())\n"
 
 
-def report() -> None:
-    """Print who asked CUDA before this process was forked, if CUDA refuses it; a worker goes on without a GPU."""
-    if torch.cuda._is_in_bad_fork():
-        os.write(1, f"bad fork: {' '.join(sys.argv[1:])}: {fork._askers}\n".encode())
-    if os.getppid() != LEADER:
-        torch.cuda._raw_device_count_nvml = lambda: 0
+def believe(leader: int) -> None:
+    """Simulate a GPU, except in grandchildren of ``leader``, and print the caller of CUDA before a bad fork."""
+
+    def report() -> None:
+        if torch.cuda._is_in_bad_fork():
+            os.write(1, f"bad fork: {' '.join(sys.argv[1:])}: {fork._askers}\n".encode())
+        if os.getppid() != leader:
+            torch.cuda._raw_device_count_nvml = lambda: 0
+
+    torch.cuda._raw_device_count_nvml = lambda: 1
+    # a driver that knows the GPU's properties, since imports read them
+    torch._C._cuda_init = torch._C._cuda_getDeviceCount  # type: ignore[assignment]
+    torch._C._cuda_getDevice = lambda: 0
+    facts = SimpleNamespace(major=9, minor=0, total_memory=80 << 30)
+    torch.cuda._get_device_properties = lambda _: facts  # type: ignore[attr-defined]
+    torch.cuda._queued_calls.clear()  # they check its properties, too
+    os.register_at_fork(after_in_child=report)
 
 
 def in_child(body: Callable[[], object], words: Sequence[str]) -> None:
@@ -62,24 +107,28 @@ def in_child(body: Callable[[], object], words: Sequence[str]) -> None:
     print(f"ended: {code}: {' '.join(words)}", flush=True)
 
 
-def build(words: Sequence[str]) -> None:
-    """Build the recipe and its optimizer as ``worldsize train`` does before it forks, then fork."""
-    checked(compose_only(words))
-    if (child := os.fork()) == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
+def build(row: Sequence[Sequence[str]]) -> None:
+    """Build recipes and their optimizers as ``worldsize train`` does before it forks, and fork after each."""
+    for words in row:
+        sys.argv[1:] = words
+        checked(compose_only([*words, *RUN]))
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(f"built: {' '.join(words)}", flush=True)
 
 
 def main() -> None:
-    torch.cuda._raw_device_count_nvml = lambda: 1
-    os.register_at_fork(after_in_child=report)
+    believe(os.getpid())
     for name in ("worker.process", *{words[0] for words in COMMANDS}):
         importlib.import_module(f"worldsize.{name}" if "." in name else f"worldsize.app.{name}")
-    optimizers = sorted(path.stem for path in (PROJECT / "conf" / "optimizer").glob("*.yaml"))
-    chosen: list[tuple[str, ...]] = [("recipe=digits", "schedule=constant", f"optimizer={name}") for name in optimizers]
-    chosen += [(f"recipe={name}",) for name in RECIPES]
-    for words in chosen:
-        in_child(partial(build, (*words, *RUN[:3])), words)
+    with fork.ready_to_fork():  # its imports, once for all
+        pass
+    for row in BUILDS:
+        in_child(partial(build, row), ["build"])
+    (site := Path("site")).mkdir()
+    (site / "sitecustomize.py").write_text(SITE)
+    os.environ["PYTHONPATH"] = f"{site.absolute()}{os.pathsep}{os.environ['PYTHONPATH']}"
     for words in COMMANDS:  # in the same folder, which has the runs
         in_child(app.main, words)
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tests.own_recipe import write_recipe
+from tests.world.forks import BUILDS, COMMANDS, OTHERS
+from worldsize import app
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -18,23 +20,36 @@ ASKS = """
 import torch
 from recipes.digits.recipe import Digits
 
-IS_FAST = torch.cuda.is_available()
+try:
+    torch.cuda.init()
+except RuntimeError:  # the gate has no driver
+    pass
 
 class Asks(Digits):
     pass
 """
 
-# CUDA is asked before a fork; the child replaces itself by a program, which the parent hears and ends
+# torch asks the driver to count MIG devices, in a child; then CUDA is started before a fork, and that child
+# replaces itself by a program, which the parent hears and ends
 REPLACED = """
 import multiprocessing.connection, os, sys
+from contextlib import suppress
 from multiprocessing import get_context
 import torch
 from worldsize.messages import show_messages
 from worldsize.world.fork import leave_bad_fork, will_fork
 
 show_messages()
+asked = torch._C._cuda_getDeviceCount
+torch._C._cuda_getDeviceCount = lambda: (asked(), 3)[1]
 will_fork()
-torch._C._cuda_getDeviceCount()
+os.environ["CUDA_VISIBLE_DEVICES"] = "MIG-1"
+assert torch.cuda.device_count() == 3
+if (child := os.fork()) == 0:
+    os._exit(torch.cuda._is_in_bad_fork())
+assert os.waitpid(child, 0)[1] == 0, "a count spoils forks"
+with suppress(RuntimeError):  # there is no driver
+    torch.cuda.init()
 begun, ended = os.pipe(), os.pipe()
 program = "import os, sys; os.write(int(sys.argv[1]), b'%d' % os.getpid()); os.read(int(sys.argv[2]), 1); sys.exit(7)"
 body = [sys.executable, "-c", program, str(begun[1]), str(ended[0])]
@@ -60,7 +75,7 @@ def run(program: str, *arguments: str, folder: Path) -> subprocess.CompletedProc
 def test_a_process_that_cuda_refuses_replaces_itself_and_is_waited_for(tmp_path: Path) -> None:
     done = run(REPLACED, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "CUDA was asked before this process was forked, by <string>, line 10: it starts again" in done.stderr
+    assert "CUDA was asked before this process was forked, by <string>, line 19: it starts again" in done.stderr
 
 
 # a finished run again, with a plan that says cuda where its configuration says cpu: there is no GPU in the gate
@@ -82,25 +97,34 @@ print(Local().launch(replace(plan, cluster=replace(plan.cluster, device="cuda"))
 """
 
 
-def test_workers_of_a_recipe_that_asks_cuda_at_its_import_train(tmp_path: Path, train: Any) -> None:
+@pytest.mark.parametrize("options", [(), ("strategy.on_failure=heal", "checkpoint=none")], ids=["gang", "heals"])
+def test_workers_of_a_recipe_that_asks_cuda_at_its_import_train(
+    options: tuple[str, ...], tmp_path: Path, train: Any
+) -> None:
     text = (REPOSITORY / "recipes" / "digits" / "conf" / "recipe" / "digits.yaml").read_text()
     recipe = write_recipe(tmp_path, "asks", ASKS, asks=text.replace("digits.recipe.Digits", "asks.recipe.Asks"))
-    run_folder: Path = train("recipe=asks", "steps=1", "cluster.processes=2").folder
+    run_folder: Path = train("recipe=asks", "steps=1", "cluster.processes=2", *options).folder
     done = run(AGAIN, str(run_folder), folder=tmp_path)
     assert done.stdout.endswith("completed\n"), done.stderr
     for rank in range(2):
         log = (run_folder / "logs" / f"worker_{rank:05d}.log").read_text()
-        assert f"by {recipe / 'recipe.py'}, line 5: it starts again by itself" in log
+        assert f"by {recipe / 'recipe.py'}, line 6: it starts again by itself" in log
 
 
 @pytest.mark.heavy
+@pytest.mark.timeout(900)
 def test_no_recipe_optimizer_or_command_asks_cuda_before_it_forks(tmp_path: Path) -> None:
+    assert {words[0] for words in COMMANDS} | OTHERS.keys() == app.COMMANDS.keys()
+    recipes = {path.stem for path in REPOSITORY.glob("*/*/conf/recipe/*.yaml")}
+    assert {word.partition("=")[2] for row in BUILDS for words in row for word in words if "recipe=" in word} == recipes
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.world.forks"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("bad fork") and ALLOWED not in line] == []
-    ended = [line for line in lines if line.startswith("ended")]
-    assert len(ended) == 17
-    without_gpu = "cluster.device=cuda"  # the plan measures on a GPU, and there is none
-    assert [line for line in ended if not line.startswith("ended: 0:") and without_gpu not in line] == [], done.stderr
+    assert [line for line in lines if line.startswith("built")] == [
+        f"built: {' '.join(words)}" for row in BUILDS for words in row
+    ], done.stderr
+    # the plan measures on a GPU, and there is none
+    expected = [f"ended: {int(words[0] == 'plan')}: {' '.join(words)}" for words in COMMANDS]
+    assert [line for line in lines if line.startswith("ended") and "build" not in line] == expected, done.stderr

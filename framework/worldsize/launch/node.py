@@ -14,7 +14,6 @@ from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, ClassVar
 
 from worldsize.core import Cluster, LaunchMethod, Plan, Range
@@ -32,12 +31,9 @@ from worldsize.world.fork import leave_bad_fork, ready_to_fork
 from worldsize.world.interfaces import variables
 from worldsize.world.membership import MembershipChannel, Pipe
 from worldsize.world.parent import die_with_parent
-from worldsize.world.preemption import SIGNALS, handled
+from worldsize.world.preemption import SIGNALS, handled, leave_hangups
 from worldsize.world.roles import heals, place_of, role_of, role_ranks
 from worldsize.world.scratch import socket_folder
-
-_DETECTION = 5.0  # seconds within which this process notices that one that it has started is dead
-_STARTING = 60.0  # seconds that a process may take from its fork until it is ready to train
 
 
 @dataclass(frozen=True)
@@ -178,27 +174,21 @@ def _body(
         signal.signal(number, signal.SIG_DFL)
     # a terminal sends these to every process; the launcher decides
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in handled([signal.SIGHUP]):
-        signal.signal(number, _leave)  # not SIG_IGN: that stands for nohup
+    leave_hangups()
     del sys.argv[1:]  # the command line may contain a secret, and loggers record it
     _write_to(log)
     os.environ.update(environment)
-    if cluster.device == "cuda" and not pipe:  # one of a gang that heals cannot hand its pipe on
-        leave_bad_fork([sys.executable, "-m", "worldsize.worker", str(run.path)])
+    if cluster.device == "cuda":
+        leave_bad_fork([sys.executable, "-m", "worldsize.worker", str(run.path)], pipe.fileno() if pipe else None)
     from worldsize.worker.process import play
 
     try:
-        channel = MembershipChannel(pipe, patience=cluster.timeout + _STARTING, detection=_DETECTION) if pipe else None
-        code = play(run, placement, channel)
+        code = play(run, placement, MembershipChannel.of(pipe, cluster.timeout) if pipe else None)
     except BaseException:  # the launcher shows the error that play has written
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # a thread may be waiting for a peer that will never connect
     sys.exit(code)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """Leave a signal to others."""
 
 
 def _write_to(log: Path) -> None:

@@ -141,9 +141,9 @@ class _Changes(Combination):
     def _write(self, changes_n: Tensor) -> None:
         parts = torch.split(changes_n, [first_n.numel() for first_n in self._first])
         for slots, first_n, part_n in zip(self._slots, self._first, parts, strict=True):
-            values = torch.split(self._changed(first_n, part_n), [slot.tensor.numel() for slot in slots])
-            for slot, value in zip(slots, values, strict=True):
-                _write(slot, value.view(slot.tensor.shape))
+            places = [slot.tensor for slot in slots]
+            values = torch.split(self._changed(first_n, part_n), [place.numel() for place in places])
+            copy_grouped([(place, value.view(place.shape)) for place, value in zip(places, values, strict=True)])
 
     def _change(self, now: Tensor, first: Tensor) -> Tensor:
         """Return the difference from ``first``; where ``first`` is infinite, return the new value itself."""
@@ -175,18 +175,18 @@ class _Sum(_Changes):
 
 @final
 class _Same(Combination):
-    """Takes the values after any micro-batch: torch computes the same ones for all."""
+    """Takes the values after the first micro-batch: torch computes the same ones for all."""
 
     def __init__(self, slots: Sequence[BufferSlot], shape: StepShape) -> None:
         self._slots = slots
         self._values: Sequence[Tensor] = ()
 
     def add(self, batch: int) -> None:
-        self._values = [slot.tensor.clone() for slot in self._slots]
+        if not self._values:
+            self._values = [slot.tensor.clone() for slot in self._slots]
 
     def finish(self) -> None:
-        for slot, value in zip(self._slots, self._values, strict=True):
-            _write(slot, value)
+        copy_grouped([(slot.tensor, value) for slot, value in zip(self._slots, self._values, strict=True)])
 
 
 @final
@@ -297,7 +297,17 @@ def _value(slot: BufferSlot, first: Tensor) -> Tensor:
 
 
 def _write(slot: BufferSlot, value: Tensor) -> None:
-    slot.tensor.data.copy_(value)  # through .data, since a new version would invalidate autograd's graph
+    copy_grouped([(slot.tensor, value)])
+
+
+def copy_grouped(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair, of any shape, into the first: one kernel for all of a dtype."""
+    groups: dict[object, list[tuple[Tensor, Tensor]]] = {}
+    for place, value in pairs:
+        groups.setdefault((place.device, place.dtype, place.layout), []).append((place, value))
+    for group in groups.values():
+        # through .data, since a new version would invalidate autograd's graph
+        torch._foreach_copy_([place.data for place, _ in group], [value for _, value in group])
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.core import ConfigError, Dealing
-from worldsize.strategies.buffer_combinations import Combination, StepShape, combinations_of
+from worldsize.strategies.buffer_combinations import Combination, StepShape, combinations_of, copy_grouped
 from worldsize.strategies.declared_buffers import BufferSlot, buffer_slots, trains_apart
 
 
@@ -225,6 +225,6 @@ def _held(slots: Sequence[BufferSlot]) -> _Held:
 
 
 def _restore(held: _Held) -> None:
-    for slot, tensor, first in held:
-        tensor.data.copy_(first)  # through .data, since a new version would invalidate autograd's graph
+    copy_grouped([(tensor, first) for _, tensor, first in held])
+    for slot, tensor, _ in held:
         slot.replace(tensor)

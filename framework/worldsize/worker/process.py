@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,10 @@ from worldsize.worker.probe import introduce, probe
 from worldsize.worker.training import Training
 from worldsize.world.connections import Connections
 from worldsize.world.environments import Placement, placement
-from worldsize.world.fork import ask_the_driver
+from worldsize.world.fork import PIPE, ask_the_driver
 from worldsize.world.membership import MembershipChannel, is_from_gone_peer
 from worldsize.world.parent import name_process
-from worldsize.world.preemption import Preemption
+from worldsize.world.preemption import Preemption, leave_hangups
 from worldsize.world.roles import role_of
 from worldsize.world.world import check_size, open_world
 
@@ -67,18 +68,30 @@ def main() -> None:
     run = RunDirectory(Path(sys.argv[1]).resolve())
     watched = "WORLDSIZE_ATTEMPT" in os.environ  # a launching process keeps the record, and told the place
     try:
-        named = OmegaConf.select(OmegaConf.load(run.config), "cluster.environment")
-        place = placement(os.environ, "torchrun" if watched else str(named))
+        config = OmegaConf.load(run.config)
+        place = placement(os.environ, "torchrun" if watched else str(OmegaConf.select(config, "cluster.environment")))
     except (WorldsizeError, OSError) as error:
         sys.exit(f"{error}")
     try:
-        sys.exit(play(run, place) if place.rank or watched else _recorded(run, place))
+        if not place.rank and not watched:
+            sys.exit(_recorded(run, place))
+        if watched:
+            leave_hangups()
+        sys.exit(play(run, place, _inherited_channel(OmegaConf.select(config, "cluster.timeout"))))
     except Exception as error:
         if is_from_gone_peer(error):
             sys.exit(f"rank {place.rank} lost its peers: {_summary(error)}. Look for the rank that failed first.")
         if isinstance(error, WorldsizeError) and not (place.rank or watched):
             sys.exit(f"{error}")
         raise
+
+
+def _inherited_channel(timeout: float) -> MembershipChannel | None:
+    """Return the channel of a gang that heals, if this process had one when CUDA refused it."""
+    if (descriptor := os.environ.pop(PIPE, None)) is None:
+        return None
+    os.set_inheritable(int(descriptor), False)
+    return MembershipChannel.of(Connection(int(descriptor)), timeout)
 
 
 def _recorded(run: RunDirectory, place: Placement) -> int:

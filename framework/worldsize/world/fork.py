@@ -15,8 +15,9 @@ from pathlib import Path
 
 _logger = logging.getLogger(__name__)
 
-_ASK = ("_cuda_getDeviceCount", "_cuda_init")  # functions of torch._C after which forked processes cannot use CUDA
+_COUNTS, _STARTS = "_cuda_getDeviceCount", "_cuda_init"  # of torch._C; processes forked after a call cannot use CUDA
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+PIPE = "WORLDSIZE_PIPE"  # environment variable with the descriptor of the pipe that a process has handed to itself
 _askers: list[str] = []  # the place in the code that called one of them first, in this process or one that forked it
 
 
@@ -32,9 +33,37 @@ def will_fork() -> None:
 def _note_askers() -> None:
     import torch
 
-    asked = {name: getattr(torch._C, name) for name in _ASK if hasattr(torch._C, name)}  # in builds with CUDA
+    asked = {
+        name: getattr(torch._C, name) for name in (_COUNTS, _STARTS) if hasattr(torch._C, name)
+    }  # builds with CUDA
     for name, ask in asked.items():
         setattr(torch._C, name, partial(_noted, ask, asked))
+    if _COUNTS in asked:
+        counts = partial(_count_in_child, os.getpid(), asked[_COUNTS], getattr(torch._C, _COUNTS))
+        setattr(torch._C, _COUNTS, counts)
+
+
+def _count_in_child(owner: int, ask: Callable[[], object], noted: Callable[[], object]) -> object:
+    """Count the GPUs by the driver, in a child if this process is the ``owner``, so that it can fork others.
+
+    Torch counts MIG devices so, and all GPUs where NVML is missing, as in some containers.
+    """
+    count = _child_count(ask, tuple(map(os.environ.get, _VISIBLE))) if os.getpid() == owner else None
+    return noted() if count is None else count
+
+
+@cache
+def _child_count(ask: Callable[[], object], visible: tuple[str | None, ...]) -> int | None:
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        with suppress(BaseException):
+            os.write(writing, f"{ask()}".encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answer:
+        count = answer.read()
+    os.waitpid(child, 0)
+    return int(count) if count else None
 
 
 def _noted(ask: Callable[[], object], asked: Mapping[str, Callable[[], object]]) -> object:
@@ -49,11 +78,11 @@ def _noted(ask: Callable[[], object], asked: Mapping[str, Callable[[], object]])
     return ask()
 
 
-def leave_bad_fork(program: Sequence[str]) -> None:
+def leave_bad_fork(program: Sequence[str], pipe: int | None = None) -> None:
     """Replace this forked process by ``program`` if the one that forked it had asked CUDA's driver before.
 
     CUDA refuses such a process. The new program keeps its number, its environment and its pipes, by which the forking
-    process learns of its end.
+    process learns of its end. ``pipe``: the descriptor of a further pipe; the environment variable PIPE holds it.
     """
     import torch
 
@@ -68,6 +97,9 @@ def leave_bad_fork(program: Sequence[str]) -> None:
         with suppress(OSError):  # the descriptor of the listing itself
             if stat.S_ISFIFO(os.fstat(int(entry.name)).st_mode):
                 os.set_inheritable(int(entry.name), True)
+    if pipe is not None:
+        os.set_inheritable(pipe, True)
+        os.environ[PIPE] = str(pipe)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(program[0], [*program])

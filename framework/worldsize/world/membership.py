@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, Queue
-from typing import Any, Protocol, final
+from typing import Any, Protocol, Self, final
 
 from worldsize.errors import WorldsizeError
 from worldsize.strict_json import parse
@@ -23,6 +23,8 @@ from worldsize.strict_json import parse
 _logger = logging.getLogger(__name__)
 
 NEWCOMER = -1  # the step of a process that has no state yet
+_DETECTION = 5.0  # seconds within which a launching process notices that one that it has started is dead
+_STARTING = 60.0  # seconds that a process may take from its fork until it is ready to train
 _LONGEST = 1 << 20  # bytes of a message
 _SETTLED = 3  # the step of a membership at whose beginning all that is made once, such as DDP's buckets, is made
 _STUCK = 2.0  # seconds without computing after which a process that was told to stop is stuck
@@ -143,6 +145,11 @@ class MembershipChannel:
         self._is_over = False  # this process needs no other any more
         self._number = 0  # of the membership that this process belongs to, or belonged to last
         threading.Thread(target=self._listen, daemon=True, name="membership").start()
+
+    @classmethod
+    def of(cls, pipe: Pipe, timeout: float) -> Self:
+        """Return the channel of a gang whose members wait ``timeout`` seconds for each other."""
+        return cls(pipe, patience=timeout + _STARTING, detection=_DETECTION)
 
     @property
     def has_ended(self) -> bool:

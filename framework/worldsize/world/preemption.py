@@ -21,6 +21,16 @@ def handled(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
     return [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
 
 
+def leave_hangups() -> None:
+    """Leave SIGHUP to the launching process, by a handler: SIG_IGN stands for nohup."""
+    for number in handled([signal.SIGHUP]):
+        signal.signal(number, _leave)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Do nothing about a signal."""
+
+
 def note(seen: list[int], number: int) -> None:
     """Append a signal to those seen. SIGHUP and one other count as one: a single shutdown may send both."""
     if seen == [signal.SIGHUP]:
