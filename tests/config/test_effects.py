@@ -39,6 +39,8 @@ def test_the_optimizers_own_rate_is_scaled_as_the_runs_rate_is(train: Any) -> No
         ("shuffle.enabled=false shuffle.block=8", "shuffle.block=8 has no effect without shuffle.enabled."),
         ("compile_mode=max-autotune", "compile_mode=max-autotune has no effect without compile."),
         ("init_from_strict=false", "init_from_strict=false has no effect without init_from."),
+        ("run.evaluates=zz", "run.evaluates=zz is set by `worldsize evaluate`. Call that instead."),
+        ("run.examine=tiers", "run.examine=tiers is set by `worldsize doctor`. Call that instead."),
     ],
 )
 def test_a_typed_value_without_an_effect_is_refused(train: Any, words: str, message: str) -> None:

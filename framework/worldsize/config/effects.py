@@ -24,12 +24,16 @@ _SWITCHES: tuple[_Switch, ...] = (
     (("compile_mode",), lambda cfg: bool(cfg.compile), "compile=true"),
     (("init_from_strict",), lambda cfg: cfg.init_from is not None, "init_from=PATH"),
 )
+_PURPOSES = {"run.evaluates": "evaluate", "run.examine": "doctor"}  # keys that other commands set
 _GROUPS = ("optimizer", "schedule", "data")  # a recipe's YAML refers to those that it takes
 
 
 def check_effects(cfg: DictConfig) -> None:
-    """Raise ConfigError if a typed word sets what nothing in this run reads."""
+    """Raise ConfigError if a typed word sets a value that this run does not read, or that another command sets."""
     typed = {word.lstrip("+").partition("=")[0]: word for word in task_overrides() if not word.startswith("~")}
+    for key in typed.keys() & _PURPOSES.keys():
+        if OmegaConf.select(cfg, key) is not None:
+            raise ConfigError(f"{typed[key]} is set by `worldsize {_PURPOSES[key]}`. Call that instead.")
     for keys, counts, remedy in _SWITCHES:
         for key in keys:
             if key in typed and not counts(cfg):
