@@ -12,9 +12,9 @@ from recipes.digits.recipe import Digits
 
 
 class Held(Digits):
-    def loss(self, model, batch):
+    def loss_at(self, model, batch, step):
         if Path("held").exists():
-            time.sleep(0.25)
+            time.sleep(0.25 if step < 40 else 5)  # beyond any deadline of the test
         return super().loss(model, batch)
 """
 

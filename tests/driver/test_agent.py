@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,14 @@ def test_an_agent_that_cannot_begin_leaves_its_cause_in_the_record(
         assert attempt["failure"]["role"] == "launcher"
     shown = command("status", str(run.folder), cwd=tmp_path, environment=environment_without_wandb).stdout
     assert "RuntimeError: off" in shown
+    manifest = run.folder / "run_manifest.json"
+    done = json.loads(manifest.read_text())
+    done["attempts"][-1]["exit_reason"] = "completed"
+    manifest.write_text(json.dumps(done | {"results": {"exit_reason": "completed"}}))
+    (tmp_path / "recipes" / "own" / "recipe.py").write_text("raise RuntimeError('gone')\n")
+    begins(0, 1)
+    kept = run.json("run_manifest.json")
+    assert (len(kept["attempts"]), kept["results"]) == (4, {"exit_reason": "completed"})
 
 
 def test_a_first_host_that_is_not_satisfied_tells_the_others_that_the_run_is_over(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -86,6 +87,7 @@ def test_runs_of_a_sweep_that_ask_for_different_jobs_are_not_one_array(train: An
     sbatch.parent.mkdir()
     sbatch.write_text(
         '#!/bin/sh\n[ "$1" = --test-only ] && exit\nnumber=$(ls -d job_* 2>/dev/null | wc -l)\nmkdir job_$number\n'
+        '[ "$number" = "$FULL" ] && rmdir job_$number && echo "the queue is full" >&2 && exit 1\n'
         'cp "$2" job_$number/script\nprintenv WORLDSIZE_SECRETS > job_$number/secrets\necho $((100 + number))\n'
     )
     sbatch.chmod(0o755)
@@ -105,6 +107,11 @@ def test_runs_of_a_sweep_that_ask_for_different_jobs_are_not_one_array(train: An
         assert script.count("#SBATCH --array=0-1\n") == (key[0] == 1)
         jobs.append((key, job, place))
     assert [(job, place) for _, job, place in sorted(jobs)] == [("100", "0"), ("100", "1"), ("101", ""), ("102", "")]
+
+    these = ("--multirun", "+cluster=slurm", "cluster.nodes=1,2", "run.name=${cluster.nodes}")
+    run = train("recipe=digits", *these, PATH=f"{sbatch.parent}:{os.environ['PATH']}", FULL="4")
+    assert (run.code, "job 103 submitted: " in run.output) == (1, True), run.error
+    assert re.search(r"not submitted: \S+/2: .*the queue is full", run.error)
 
 
 def test_a_node_of_its_own_is_used_with_all_its_cpus(tmp_path: Path) -> None:

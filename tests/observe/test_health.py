@@ -544,12 +544,14 @@ def test_a_run_records_its_nodes_and_warns_of_a_process_that_grows_beyond_its_bo
         process = subprocess.Popen(
             command, cwd=tmp_path, env=environment_without_wandb, stdout=output, stderr=subprocess.STDOUT
         )
-    run = RunDirectory(begun(tmp_path))
-    deadline = time.monotonic() + 180
-    while len(alerts := alerts_of(run)) < 2 or len(rows := last_samples(run.health(0), at_most=1000)) < 3:
-        assert time.monotonic() < deadline  # its process gives way to all others
-        time.sleep(0.1)
-    process.terminate()
+    try:
+        run = RunDirectory(begun(tmp_path))
+        deadline = time.monotonic() + 180
+        while len(alerts := alerts_of(run)) < 2 or len(rows := last_samples(run.health(0), at_most=1000)) < 3:
+            assert time.monotonic() < deadline  # its process gives way to all others
+            time.sleep(0.1)
+    finally:
+        process.terminate()
     assert process.wait(110) == 128 + signal.SIGTERM  # it saves nothing
     assert rows[0]["resident"].keys() == {"0", "1"}
     assert min(rows[0]["resident"].values()) > 1e8  # torch alone is larger

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from worldsize.collectives.gather_full import gather_full
-from worldsize.core import BufferRule, Concatenated, ConfigError, Recipe, RunContext, Strategy, World
+from worldsize.core import BufferRule, Concatenated, ConfigError, Recipe, RunContext, Strategy, TensorStyle, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.planning.construction import check_construction
@@ -93,6 +93,35 @@ class Recorded(Chain):
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return [module for module in model.modules() if isinstance(module, Recording)]
+
+
+class Counting(nn.Linear):
+    """A linear layer with buffers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 16)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.zeros(7))
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            self.get_buffer("steps").add_(1)
+            self.get_buffer("average").mul_(0.5).add_(0.25)
+        return super().forward(input)
+
+
+class Divided(Chain):
+    """A :class:`Chain` of two layers for tensor parallelism; the first has buffers."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(Counting(), nn.Tanh(), nn.Linear(16, 3))
+
+    def buffers(self, model: nn.Module) -> Mapping[str, BufferRule]:
+        return {"0.steps": "equal", "0.average": "mean"}
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
+        return {"0": "column", "2": "row"}
 
 
 def trained(strategy: Strategy, world: World, recipe: Recipe, logical: int = LOGICAL) -> dict[str, Tensor]:
@@ -263,3 +292,11 @@ class Kernels(TorchDispatchMode):
         if not func.is_view:
             self.names.append(func.name())
         return func(*args, **(kwargs or {}))
+
+
+def test_buffers_of_a_layer_that_ranks_divide_become_those_of_one_process() -> None:
+    expected = trained(Single(), World.alone(torch.device("cpu")), Divided())
+    divided, *_ = run_in_worlds(lambda world: trained(Mesh(tensor=2), world, Divided()), 2)
+    assert expected["0.steps"] == STEPS
+    for name in ("0.steps", "0.average"):
+        assert torch.equal(divided[name], expected[name])

@@ -201,10 +201,9 @@ def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMet
         )
     if backend_for(cluster.backend, cluster.device) != "gloo":
         raise ConfigError(
-            f"strategy.on_failure=heal with cluster.backend={cluster.backend}: with NCCL and backends like it a wait "
-            "does not block the host, so that survivors might update from a sum that a dead process left unfinished; "
-            "no GPU has shown the opposite yet. Set strategy.on_failure=restart and launcher.max_restarts, or "
-            "cluster.backend=gloo."
+            f"strategy.on_failure=heal with cluster.backend={cluster.backend}: only gloo was tried with it. With NCCL "
+            "a wait does not block the host, so that survivors might update from a sum that a dead process left "
+            "unfinished. Set strategy.on_failure=restart and launcher.max_restarts, or cluster.backend=gloo."
         )
     if (least := cluster.min_processes or 1) > cluster.processes:
         raise ConfigError(f"cluster.min_processes={least} is more than the {cluster.processes} processes of the run.")

@@ -30,7 +30,7 @@ from worldsize.launch.lost_link import come_back, is_left_behind, is_over
 from worldsize.launch.meeting import Door, gather, reach
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.run_key import read_key
-from worldsize.records.attempt import last_failure
+from worldsize.records.attempt import failure_of_launcher
 from worldsize.records.lock import is_locked
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened
@@ -88,13 +88,15 @@ def _read(run: RunDirectory) -> tuple[Settings, Node]:
 
 def _record_failed_start(run: RunDirectory, cause: str, secrets: Mapping[str, str]) -> None:
     """Record that the first host has started nothing; it misses the others itself."""
-    is_first = None
+    place = None
     with suppress(ConfigError):
-        is_first = node(os.environ).rank == 0
-    if is_first is False:
+        place = node(os.environ)
+    if place and place.rank:
         return
+    has_rank = place is not None and place.count > 1
     with suppress(WorldsizeError), opened(run, secrets) as record:
-        if is_first or cause not in (last_failure(record.attempts) or ""):  # hosts without a rank have the same cause
+        last = record.attempts[-1].get("failure") if record.attempts else None
+        if has_rank or not last or last["cause"] != failure_of_launcher(cause)["cause"]:  # others have the same cause
             record.give_up(cause, unstarted=record.manifest["cluster"]["processes"])
 
 

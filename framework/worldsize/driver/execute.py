@@ -32,8 +32,6 @@ from worldsize.core import (
     LaunchMethod,
     Outcome,
     Plan,
-    metric_key,
-    split_of,
 )
 from worldsize.cost.crossings import crossings_text
 from worldsize.data.balanced import sample_lengths
@@ -42,7 +40,7 @@ from worldsize.driver.hints import command_line
 from worldsize.driver.record import amend_record, check_same, scrubber_of, with_secrets, write_record
 from worldsize.driver.restarts import run_attempts
 from worldsize.driver.scheduled import wait_for
-from worldsize.driver.sweep_ends import RunEnd, show_ends
+from worldsize.driver.sweep_ends import end_of, show_ends
 from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, WorldsizeError
 from worldsize.messages import outlive_output
 from worldsize.observe.summary import show_summary
@@ -258,42 +256,47 @@ def _request_of(launch: Launch) -> tuple[object, ...]:
 
 
 def _submit(batches: Sequence[Sequence[Launch]]) -> int:
-    """Submit each batch of runs as one job; return the exit code."""
-    waits = list[Callable[[], None]]()
-    waited = list[RunDirectory]()
+    """Submit each batch of runs as one job; return the exit code. ConfigError: the first job is refused."""
+    submitted, waited = list[RunDirectory](), list[RunDirectory]()
+    waits, refused = list[Callable[[], None]](), 0
     for batch in batches:
-        launcher, jobs = batch[0].settings.launcher, list[str]()
+        launcher = batch[0].settings.launcher
         assert isinstance(launcher, BatchLauncher)
-        for job, launch in zip(launcher.submit_all([each.plan for each in batch]), batch, strict=True):
-            if job is None:
-                print(launcher.describe(launch.plan))
-                continue
-            jobs.append(job)
-            print(f"job {job} submitted: {launch.run.path}", flush=True)
-            with writing(launch.run):
-                note_job(launch.run, job)
+        try:
+            jobs = launcher.submit_all([each.plan for each in batch])
+        except WorldsizeError as error:
+            if not submitted:
+                raise
+            refused = 1
+            _logger.error("not submitted: %s: %s", ", ".join(str(each.run.path) for each in batch), error)
+            continue
+        _note_jobs(jobs, batch)
+        runs = [each.run for each in batch]
+        submitted += runs
         if launcher.wait:
-            waits.append(partial(wait_for, launcher, jobs))
-            waited += [launch.run for launch in batch]
-    if not waits:
-        print(f"follow it with: {command_line('logs', '--follow', batches[0][0].run.path)}")
-        return 0
+            waited += runs
+            waits.append(partial(wait_for, launcher, [job for job in jobs if job is not None]))
     for wait in waits:
         wait()
+    if not waited:
+        print(f"follow it with: {command_line('logs', '--follow', submitted[0].path)}")
+        return refused
     codes = [_ended(run) for run in waited]
     if len(waited) > 1:
-        show_ends(Console(), [_end_of(run, code) for run, code in zip(waited, codes, strict=True)])
-    return max(codes)
+        show_ends(Console(), [end_of(run, code) for run, code in zip(waited, codes, strict=True)])
+    return max(*codes, refused)
 
 
-def _end_of(run: RunDirectory, code: int) -> RunEnd:
-    """Return how a run of a sweep ended that a job has trained."""
-    record = look(run)
-    sweep, words = record.manifest["config"]["sweep"], " ".join(record.manifest["overrides"])
-    metric, maximize = sweep["metric"], sweep["direction"] == "maximize"
-    value = None if code or metric is None else read_result(run)["metrics"].get(metric_key(*split_of(metric)))
-    why = record.failure or record.exit_reason or "it never began"
-    return RunEnd(words, code, why, str(run.path), value, metric=metric, maximize=maximize)
+def _note_jobs(jobs: Sequence[str | None], batch: Sequence[Launch]) -> None:
+    """Record the job of each run; describe what was only written."""
+    for job, launch in zip(jobs, batch, strict=True):
+        if job is None:
+            assert isinstance(launch.settings.launcher, BatchLauncher)
+            print(launch.settings.launcher.describe(launch.plan))
+            continue
+        print(f"job {job} submitted: {launch.run.path}", flush=True)
+        with writing(launch.run):
+            note_job(launch.run, job)
 
 
 def _ended(run: RunDirectory) -> int:

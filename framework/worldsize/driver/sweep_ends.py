@@ -11,7 +11,10 @@ from typing import final
 
 from rich.console import Console
 
+from worldsize.core import metric_key, split_of
 from worldsize.messages import printable
+from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import look, read_result
 from worldsize.world.preemption import PREEMPTED
 
 
@@ -93,3 +96,13 @@ def show_ends(console: Console, ends: Sequence[RunEnd]) -> None:
         rows.append(f"best     {values[best].label}: {ends[0].metric} {best:.4g}; {values[best].folder}")
     for row in rows:
         console.print(printable(row), soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+def end_of(run: RunDirectory, code: int) -> RunEnd:
+    """Return how a run of a sweep ended that a job has trained."""
+    record = look(run)
+    sweep, words = record.manifest["config"]["sweep"], " ".join(record.manifest["overrides"])
+    metric, maximize = sweep["metric"], sweep["direction"] == "maximize"
+    value = None if code or metric is None else read_result(run)["metrics"].get(metric_key(*split_of(metric)))
+    why = record.failure or record.exit_reason or "it never began"
+    return RunEnd(words, code, why, str(run.path), value, metric=metric, maximize=maximize)

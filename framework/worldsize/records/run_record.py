@@ -257,7 +257,12 @@ class RunRecord:
         return outcome
 
     def give_up(self, cause: str, *, unstarted: int = 0) -> None:
-        """Record, if there is space, why the attempt failed here, or ``unstarted`` processes before it."""
+        """Record, if there is space, why the attempt failed here, or ``unstarted`` processes before it.
+
+        A completed run stays as it is if nothing was started.
+        """
+        if self._attempt is None and self.is_complete:
+            return
         with suppress(OSError, WorldsizeError):
             self.directory.reserve.unlink(missing_ok=True)
             if self._attempt is None and unstarted:

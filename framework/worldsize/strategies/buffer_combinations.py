@@ -301,13 +301,18 @@ def _write(slot: BufferSlot, value: Tensor) -> None:
 
 
 def copy_grouped(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair, of any shape, into the first: one kernel for all of a dtype."""
-    groups: dict[object, list[tuple[Tensor, Tensor]]] = {}
+    """Copy the second tensor of each pair, of any shape, into the first: one kernel for all plain ones of a dtype."""
+    groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     for place, value in pairs:
-        groups.setdefault((place.device, place.dtype, place.layout), []).append((place, value))
-    for group in groups.values():
-        # through .data, since a new version would invalidate autograd's graph
-        torch._foreach_copy_([place.data for place, _ in group], [value for _, value in group])
+        place = place.data  # a new version would invalidate autograd's graph
+        if type(place) is Tensor and type(value) is Tensor:
+            places, values = groups.setdefault((place.device, place.dtype, place.layout), ([], []))
+            places.append(place)
+            values.append(value)
+        else:  # a DTensor takes copies one by one
+            place.copy_(value)
+    for places, values in groups.values():
+        torch._foreach_copy_(places, values)
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

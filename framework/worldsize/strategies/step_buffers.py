@@ -93,7 +93,7 @@ class BufferMean:
         return buffers
 
     def kept(self) -> KeptBuffers:
-        """Copy the buffers, to restore them after a pass that does not count."""
+        """Copy the buffers that a checkpoint holds, to restore them after a pass that does not count."""
         return KeptBuffers(self._slots)
 
     def commit(self) -> None:

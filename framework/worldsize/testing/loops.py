@@ -23,7 +23,7 @@ from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.testing.recipes import ByMetric
 from worldsize.testing.training import BATCH, SEED, cluster_with, run_in_roles, train
 
-_REMEDY = re.compile(
+REMEDY = re.compile(
     r"\b(Set|Use|Let|Give|Define|Declare|Register|Pass|Call|Compute|Leave|Make|Freeze|Write|Keep|Return)\b"
 )
 Reference = Callable[["Case", Sequence[Batch]], Mapping[str, Tensor]]
@@ -188,7 +188,7 @@ def faults(cases: Sequence[Case], ended: Mapping[str, Outcome], *, exact: bool =
     for case in cases:
         outcome = ended[case.name]
         if outcome.refusal:
-            if not _REMEDY.search(outcome.refusal):
+            if not REMEDY.search(outcome.refusal):
                 lines.append(f"{case.name}: refused without a remedy: {outcome.refusal.splitlines()[0]}")
         elif exact and (difference := largest_difference(outcome.weights, case.expected())) > case.tolerance:
             lines.append(f"{case.name}: {difference:.1e} from the plain loop")

@@ -58,12 +58,13 @@ class Remembered(Loop):
         return (batch[0],)
 
 
-def train_healing(strategy: Strategy, context: RunContext) -> Mapping[str, Mapping[str, Tensor]]:
+def train_healing(strategy: Strategy, context: RunContext, *, logical_ranks: int) -> Mapping[str, Mapping[str, Tensor]]:
     """Train with a step that ends at a named point and is repeated; return the weights by name, by the point.
 
     All ranks must call it; weights are empty except on rank 0.
     """
-    return {point: _Healing(strategy, context, point).train() for point in POINTS}
+    own = replace(context, logical_ranks=logical_ranks)
+    return {point: _Healing(strategy, own, point).train() for point in POINTS}
 
 
 def remembering_loop(logical_ranks: int) -> Mapping[str, Tensor]:

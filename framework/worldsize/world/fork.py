@@ -63,6 +63,8 @@ def _child_count(ask: Callable[[], object], visible: tuple[str | None, ...]) -> 
     with os.fdopen(reading, "rb") as answer:
         count = answer.read()
     os.waitpid(child, 0)
+    if count == b"0" and "libcuda." in Path("/proc/self/maps").read_text():
+        return None  # a library has started CUDA in this process, so that the driver refuses the child
     return int(count) if count else None
 
 

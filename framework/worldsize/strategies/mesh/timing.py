@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.pipelining import PipelineStage
 
 from worldsize.collectives.step_timer import mark, phase
+from worldsize.errors import WorldsizeError
 from worldsize.strategies.mesh.edges import Edges
 from worldsize.strategies.mesh.stage import Stage
 
@@ -63,17 +66,16 @@ class TimedStage(PipelineStage):
             self._sums.begin_passes()
         self._at("step:forward")
         with phase("compute"):
-            try:
+            with _refusals_shown():
                 output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-            except RuntimeError as error:
-                raise error.__cause__ or error from None  # torch hides a refusal behind the arguments of the stage
             self._sums.forwarded(fwd_chunk_id)
         return output
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         self._at("step:backward")
         with phase("compute"):
-            super().backward_one_chunk(*args, **kwargs)
+            with _refusals_shown():
+                super().backward_one_chunk(*args, **kwargs)
             self._sums.backwarded()
         self._at("step:reduce")
 
@@ -91,3 +93,17 @@ class TimedStage(PipelineStage):
 
     def _interruptible(self, messages: list[dist.P2POp]) -> list[dist.P2POp]:
         return self._edges.messages(messages) if self._edges else messages
+
+
+@contextmanager
+def _refusals_shown() -> Iterator[None]:
+    """Raise a refusal of ours as it is: torch hides it behind the arguments of the stage."""
+    refusal = None
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, WorldsizeError):
+            raise
+        refusal = error.__cause__
+    if refusal is not None:
+        raise refusal  # here it keeps its own cause
