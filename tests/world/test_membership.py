@@ -89,9 +89,16 @@ def test_an_error_is_not_that_of_a_lost_peer_if_the_launching_process_says_nothi
 def test_an_error_is_that_of_a_lost_peer_if_the_launching_process_says_so(ends: tuple[MembershipChannel, Any]) -> None:
     channel, launcher = ends
     channel.begin(1, lambda: None)
-    send(launcher, {"stop": 1})
+    told = list[object]()
+
+    def answer() -> None:
+        told.append(receive(launcher))
+        send(launcher, {"stop": 1})
+
+    (launching := threading.Thread(target=answer)).start()
     assert channel.is_cause_of(RuntimeError("[gloo] Connection closed by peer"))
-    assert receive(launcher) == {"lost": 1}
+    launching.join()
+    assert told == [{"lost": 1}]
 
 
 def test_the_first_steps_of_a_membership_are_reported_once(ends: tuple[MembershipChannel, Any]) -> None:
