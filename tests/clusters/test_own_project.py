@@ -91,4 +91,4 @@ def test_a_project_passes_its_own_generated_tests(
         [warm_python, "-c", body], cwd=project, env=environment_without_wandb, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
-    assert "13 passed" in done.stdout
+    assert "14 passed" in done.stdout
