@@ -1,10 +1,10 @@
-"""Compare what runs end with here and in another commit: digests of state and metrics, or the reason of a refusal.
+"""Compare the results of runs here and in a second commit: digests of state and metrics, or the reason of a refusal.
 
 uv run python tests/same_bits.py main                # a covering set, about five minutes on two idle cores
 uv run python tests/same_bits.py main --all          # every strategy, mode and world size with every recipe: hours
 uv run python tests/same_bits.py main -k zero        # only those with such a word
 
-What the other commit gives is kept in ``.same_bits``. Golden configurations are compared, too.
+Results of the second commit are kept in ``.same_bits``. Golden configurations are compared, too.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def covering(grid: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def end_of(tree: Path, case: Case) -> str:
-    """Train with the code in ``tree``; return the digests of the result, or what the command said last."""
+    """Train with the code in ``tree``; return the digests of the result, or the command's last line."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "WORLDSIZE"))}
     paths = os.pathsep.join([str(tree / "framework"), str(tree)])
     environment = {**kept, "PYTHONPATH": paths, "COLUMNS": "500", "PYTHONSAFEPATH": "1"}
@@ -170,7 +170,7 @@ def git(*words: str) -> str:
 
 
 def main() -> None:
-    """Compare, print what differs, and exit with 1 if anything does."""
+    """Compare, print the differences, and exit with 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision")
     parser.add_argument("--all", action="store_true")

@@ -83,4 +83,4 @@ def test_a_wait_for_a_rank_that_never_connects_ends_when_the_gang_does(wait: str
                 waits[wait]()
         dist.barrier(world.group)
 
-    run_in_worlds(body, 2)  # else it waits for ten minutes
+    run_in_worlds(body, 2)  # otherwise it waits for ten minutes

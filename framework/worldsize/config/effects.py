@@ -29,7 +29,7 @@ _GROUPS = ("optimizer", "schedule", "data")  # a recipe's YAML refers to those t
 
 
 def check_effects(cfg: DictConfig) -> None:
-    """Raise ConfigError if a typed word sets a value that this run does not read, or that another command sets."""
+    """Raise ConfigError if a typed word sets a value that this run does not read, or that a different command sets."""
     typed = {word.lstrip("+").partition("=")[0]: word for word in task_overrides() if not word.startswith("~")}
     for key in typed.keys() & _PURPOSES.keys():
         if OmegaConf.select(cfg, key) is not None:

@@ -276,8 +276,7 @@ class StrategyContract:
             repeated = partial(train_healing, self.strategy, logical_ranks=total)
             healed = self.run(size, repeated, Remembered())
             for point, weights in healed[0].items():
-                different = [name for name, tensor in straight.items() if not torch.equal(weights[name], tensor)]
-                assert not different, f"other bits after a step that ended at {point!r}: {', '.join(different)}"
+                assert_same(weights, straight, when=f" after a step that ended at {point!r}")
 
     def test_nothing_is_left_behind(self) -> None:
         """Expect no child process and no listening port after training."""
@@ -317,8 +316,8 @@ def assert_no_worse(what: str, actual: float, expected: float, tolerance: float)
     )
 
 
-def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, when: str = "") -> None:
     """Fail unless both have the same names, and every tensor has the same shape and bits."""
     assert actual.keys() == expected.keys()
     different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
-    assert not different, f"other bits: {', '.join(different)}"
+    assert not different, f"other bits{when}: {', '.join(different)}"

@@ -15,7 +15,8 @@ from pathlib import Path
 
 _logger = logging.getLogger(__name__)
 
-_COUNTS, _STARTS = "_cuda_getDeviceCount", "_cuda_init"  # of torch._C; processes forked after a call cannot use CUDA
+_COUNTS = "_cuda_getDeviceCount"
+_ASK = (_COUNTS, "_cuda_init")  # functions of torch._C after which forked processes cannot use CUDA
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 PIPE = "WORLDSIZE_PIPE"  # environment variable with the descriptor of the pipe that a process has handed to itself
 _askers: list[str] = []  # the place in the code that called one of them first, in this process or one that forked it
@@ -33,9 +34,7 @@ def will_fork() -> None:
 def _note_askers() -> None:
     import torch
 
-    asked = {
-        name: getattr(torch._C, name) for name in (_COUNTS, _STARTS) if hasattr(torch._C, name)
-    }  # builds with CUDA
+    asked = {name: getattr(torch._C, name) for name in _ASK if hasattr(torch._C, name)}  # in builds with CUDA
     for name, ask in asked.items():
         setattr(torch._C, name, partial(_noted, ask, asked))
     if _COUNTS in asked:
