@@ -21,8 +21,8 @@ from rich.table import Table
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from elastic import Wide
-from worldsize.checkpoints.retention import Retention
-from worldsize.checkpoints.save import Saver
+from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.save import Saver
 from worldsize.core import Replica, RunContext, StateDict, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order

@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 from data_readers import PEERS, STEP, megabytes
-from worldsize.checkpoints.format import read
-from worldsize.checkpoints.load import read_tensors
-from worldsize.checkpoints.retention import Retention
-from worldsize.checkpoints.save import Saver
-from worldsize.checkpoints.tree import join
+from worldsize.checkpoint.format import read
+from worldsize.checkpoint.load import read_tensors
+from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.save import Saver
+from worldsize.checkpoint.tree import join
 from worldsize.core import World
 from worldsize.data.held_out import HeldOut
 from worldsize.data.loader import micro_batches
@@ -143,7 +143,7 @@ def move(run: Path, step: int) -> None:
 
 def run_once(path: Path, folder: Path) -> tuple[Figures, Figures]:
     """Train for some steps, and go on from a checkpoint that is moved to step 10⁶; return the figures of both."""
-    worldsize = (sys.executable, "-c", "from worldsize.app import main; main()")
+    worldsize = (sys.executable, "-c", "from worldsize.cli import main; main()")
     options = ("recipe=windows", f"data.path={path}", f"data.length={LENGTH}", "logger=none", "cluster.processes=1")
     with tempfile.TemporaryDirectory(dir=folder) as name:
         here, found = Path(name), []

@@ -84,7 +84,7 @@ def _begun(folder: Path, steps: int, options: Sequence[str]) -> Path:
 def _resumed(begun: Path, folder: Path, *words: str) -> Outcome:
     """Resume a copy of the run ``begun`` in another way, and return its result."""
     shutil.copytree(begun, folder)
-    program = (sys.executable, "-c", "from worldsize.app import main; main()")
+    program = (sys.executable, "-c", "from worldsize.cli import main; main()")
     command = [*program, "resume", str(folder), *words, "--ignore", "data"]
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())

@@ -27,10 +27,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from worldsize.core import Numerics, Recipe, RunContext, World
-from worldsize.cost.cluster import whole_bytes
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
-from worldsize.planning.calibrate import calibrate
+from worldsize.dist.cost.cluster import whole_bytes
+from worldsize.plan.calibrate import calibrate
 from worldsize.strategies.single import Single
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from worldsize.core import Link
-from worldsize.planning.predictor import links_of
+from worldsize.plan.predictor import links_of
 from worldsize.testing.hosts import Hosts
 
 REPOSITORY = Path(__file__).parents[1]

@@ -34,6 +34,11 @@ from torch.distributed import rpc
 
 from links import trained_on
 from worldsize.core import RowValues
+from worldsize.net.certificates import Credentials, create_authority, issue_certificate
+from worldsize.net.dialer import Dialer
+from worldsize.net.endpoints import address_of, listen
+from worldsize.net.frames import view
+from worldsize.net.registry import Registry
 from worldsize.strategies.parameter_server.mastership import SoleMastership
 from worldsize.strategies.parameter_server.operations import Operation, shard_service
 from worldsize.strategies.parameter_server.peers import Peer
@@ -50,11 +55,6 @@ from worldsize.strategies.parameter_server.shard_parameters import ShardParamete
 from worldsize.strategies.parameter_server.sharding import plan_shards
 from worldsize.strategies.train_state import TrainState
 from worldsize.testing.hosts import running
-from worldsize.transport.certificates import Credentials, create_authority, issue_certificate
-from worldsize.transport.dialer import Dialer
-from worldsize.transport.endpoints import address_of, listen
-from worldsize.transport.frames import view
-from worldsize.transport.registry import Registry
 
 PARAMETERS, EACH = 16, 1 << 20  # 16 × 4 MiB
 BYTES = PARAMETERS * EACH * 4

@@ -24,10 +24,10 @@ from links import examined, trained_on, warm_python
 from worldsize.config.compose import compose_and_call
 from worldsize.config.composed import settings_of
 from worldsize.core import Link
-from worldsize.planning.advice import time_text
-from worldsize.planning.forecast import Forecast
-from worldsize.planning.predictor import Given, Predictor
-from worldsize.planning.scaling import spread
+from worldsize.plan.advice import time_text
+from worldsize.plan.forecast import Forecast
+from worldsize.plan.predictor import Given, Predictor
+from worldsize.plan.scaling import spread
 from worldsize.testing.hosts import running
 
 EACH, STEPS, WARM_UP, BATCH = 2, 50, 2, 8

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from worldsize.records.manifest import write_manifest
+from worldsize.record.manifest import write_manifest
 
 STEP = {
     "event": "step",

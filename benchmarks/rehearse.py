@@ -33,19 +33,19 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.distributed.tensor import DTensor
 
 sys.path.append(str(Path(__file__).parents[1]))
-from tests.planning.rehearsal.composed import really
-from tests.planning.rehearsal.faulty import FAULTS, Faulty, line
+from tests.plan.rehearsal.composed import really
+from tests.plan.rehearsal.faulty import FAULTS, Faulty, line
 from worldsize.config.compose import compose_and_call
 from worldsize.config.composed import settings_of
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, Role, RunContext
-from worldsize.planning.absent_peers import world_seen_by
-from worldsize.planning.predictor import Given, Predictor
-from worldsize.planning.rehearsal.differences import differences
-from worldsize.planning.rehearsal.exchange import SentMessages
-from worldsize.planning.rehearsal.rank import Part, data_of, rehearse_rank
-from worldsize.planning.rehearsal.ranks import rehearse
-from worldsize.planning.rehearsal.traffic import traffic
+from worldsize.plan.absent_peers import world_seen_by
+from worldsize.plan.predictor import Given, Predictor
+from worldsize.plan.rehearsal.differences import differences
+from worldsize.plan.rehearsal.exchange import SentMessages
+from worldsize.plan.rehearsal.rank import Part, data_of, rehearse_rank
+from worldsize.plan.rehearsal.ranks import rehearse
+from worldsize.plan.rehearsal.traffic import traffic
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.world.environments import Placement
 from worldsize.world.world import open_world

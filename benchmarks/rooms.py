@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 import worldsize
-from worldsize.app import main
+from worldsize.cli import main
 
 PACKAGE = f"{Path(worldsize.__file__).parent}/"
 RECORD = (
@@ -32,7 +32,7 @@ RECORD = (
     *("run_directory.py", "observe/jsonl.py"),
     *(f"reproducibility/{name}.py" for name in ("manifest", "owner", "lock", "redact")),
 )
-LAST = ("engine/fit.py", "fit")
+LAST = ("train/fit.py", "fit")
 READS = ("manifest.py", "read_manifest")
 LOCKS = (("lock.py", "run_lock"), ("lock.py", "__enter__"))
 entries: Counter[str] = Counter()

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
-WORLDSIZE = (sys.executable, "-c", "from worldsize.app import main; main()")
+WORLDSIZE = (sys.executable, "-c", "from worldsize.cli import main; main()")
 PROCESSES = 3
 PREEMPTED = 75
 HEAL = "strategy.on_failure=heal"

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 from tests.faults.step_kills import POINTS, SAME, STRATEGIES, disturbed, lost, undisturbed  # noqa: E402
 
-WORLDSIZE = (sys.executable, "-c", "from worldsize.app import main; main()")
+WORLDSIZE = (sys.executable, "-c", "from worldsize.cli import main; main()")
 
 
 def drawn(times: int, chance: random.Random) -> Iterator[list[str]]:

@@ -38,11 +38,11 @@ EVERYTHING = (
     "worldsize.testing.worlds",
 )
 BLOCKS = {  # parts that strategies are built from
-    "worldsize.collectives.exact": ("reduce_metrics",),
-    "worldsize.collectives.step_timer": ("phase", "started", "wait"),
-    "worldsize.collectives.per_rank": ("local_row", "stack_per_rank"),
+    "worldsize.dist.exact": ("reduce_metrics",),
+    "worldsize.dist.step_timer": ("phase", "started", "wait"),
+    "worldsize.dist.per_rank": ("local_row", "stack_per_rank"),
     "worldsize.observe.events": ("Alert", "alert_for"),
-    "worldsize.reproducibility.seeds": ("generators_kept", "seed_generators"),
+    "worldsize.record.seeds": ("generators_kept", "seed_generators"),
     "worldsize.metrics.concatenated": ("Concatenated",),
     "worldsize.metrics.torchmetrics": ("TorchMetric",),
     "worldsize.strategies.gradient_reducer": ("GradientReducer", "Backward"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worldsize.collectives.interruption import INTERRUPTION
+from worldsize.dist.interruption import INTERRUPTION
 
 
 def end_gang_soon() -> None:

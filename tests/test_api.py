@@ -29,7 +29,7 @@ def test_a_changed_name_or_signature_changes_the_digest(monkeypatch: pytest.Monk
 
 
 def test_everything_that_templates_import_is_part_of_the_listed_api() -> None:
-    templates = Path(api.REPOSITORY, "framework/worldsize/app/templates").rglob("*.py.j2")
+    templates = Path(api.REPOSITORY, "framework/worldsize/cli/templates").rglob("*.py.j2")
     for text in (path.read_text() for path in templates):
         for line in (line for line in text.splitlines() if line.startswith("from worldsize.")):
             module, _, names = line.removeprefix("from ").partition(" import ")

@@ -19,8 +19,8 @@ from worldsize.core import Cluster, Numerics, Strategy
 from worldsize.devices import default_backend, device_count, synchronize, synchronize_stream
 from worldsize.errors import ConfigError
 from worldsize.launch.local import Local
-from worldsize.reproducibility.determinism import Determinism
-from worldsize.reproducibility.seeds import generators_kept, seed_generators
+from worldsize.record.determinism import Determinism
+from worldsize.record.seeds import generators_kept, seed_generators
 from worldsize.strategies.parameter_server.hybrid import HybridParameterServer
 from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.world.environments import Placement

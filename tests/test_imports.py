@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from worldsize.app import COMMANDS
+from worldsize.cli import COMMANDS
 
 FRAMEWORK = Path(__file__).parents[1] / "framework" / "worldsize"
 CONF = Path(__file__).parents[1] / "conf"
@@ -25,25 +25,22 @@ FLOORS = (  # from the ground up: a package imports only from those before it
     "strict_json",
     "spans",
     "core",
-    "cost",
     "world",
-    "collectives",
+    "dist",
     "metrics",
-    "transport",
-    "checkpoints",
-    "records",
-    "reproducibility",
+    "net",
+    "checkpoint",
+    "record",
     "data",
     "optimizers",
     "strategies",
-    "engine",
+    "train",
     "config",
     "observe",
-    "planning",
+    "plan",
     "worker",
     "launch",
-    "driver",
-    "app",
+    "cli",
     "testing",
 )
 
@@ -107,13 +104,13 @@ def test_core_imports_only_torch_the_standard_library_and_our_errors() -> None:
     assert offences((FRAMEWORK / "core").glob("*.py"), rf"(?!({allowed})(\.|$))") == {}
 
 
-def test_a_module_of_app_is_a_command() -> None:
-    assert {path.stem for path in (FRAMEWORK / "app").glob("*.py")} - {"__init__"} == COMMANDS.keys()
+def test_a_module_of_cli_is_a_command() -> None:
+    assert {path.stem for path in (FRAMEWORK / "cli").glob("*.py")} - {"__init__"} == COMMANDS.keys()
 
 
 PRINTS = (
     "messages",
-    *("app", "driver/execute.py"),  # a command's own output
+    *("cli", "launch/execute.py"),  # a command's own output
 )
 
 
@@ -161,19 +158,19 @@ def test_no_code_of_the_framework_names_a_strategy_a_plugin_or_a_recipe() -> Non
 
 
 def test_the_environment_is_read_in_the_launching_code_and_in_world_only() -> None:
-    modules = outside("world", "app", "driver", "launch", "testing", "worker", "config", "records")
+    modules = outside("world", "cli", "launch", "testing", "worker", "config", "record")
     read = {str(path): re.findall(r"os\.environ(?:\[|\.get)|getenv", path.read_text()) for path in modules}
     assert {path: calls for path, calls in read.items() if calls} == {}
 
 
-def test_dictconfig_stops_at_config_app_and_worker() -> None:
-    assert offences(outside("config", "app", "driver", "worker"), "omegaconf|hydra") == {}
+def test_dictconfig_stops_at_config_cli_and_worker() -> None:
+    assert offences(outside("config", "cli", "launch", "worker"), "omegaconf|hydra") == {}
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "cancel", "watch", "report"])
 def test_commands_that_only_read_records_do_not_wait_for_torch(command: str) -> None:
     """Torch takes seconds and hundreds of megabytes, which a list of runs or the page of one have no use for."""
-    modules = f"import sys, worldsize.app.{command}"
+    modules = f"import sys, worldsize.cli.{command}"
     if command == "report":
         modules += ", worldsize.observe.report.page"
     words = [sys.executable, "-c", f"{modules}; sys.exit('torch' in sys.modules)"]

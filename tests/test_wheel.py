@@ -26,15 +26,15 @@ def test_the_wheel_has_the_configuration_the_recipes_the_plugins_and_the_type_ma
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {
         "worldsize/py.typed",
-        "worldsize/records/run_manifest.schema.json",
+        "worldsize/record/run_manifest.schema.json",
         "worldsize/observe/report/templates/run.html.j2",
         "worldsize/observe/report/templates/style.css",
         "worldsize/conf/config.yaml",
         "worldsize/bundled/recipes/digits/recipe.py",
         "worldsize/bundled/plugins/diloco/conf/strategy/diloco.yaml",
         "worldsize/bundled/recipes/stdlib_lm/conf/recipe/stdlib_lm.yaml",
-        "worldsize/app/templates/init/dot_gitignore.j2",
-        "worldsize/app/templates/strategy/plugins/NAME/conf/strategy/NAME.yaml.j2",
+        "worldsize/cli/templates/init/dot_gitignore.j2",
+        "worldsize/cli/templates/strategy/plugins/NAME/conf/strategy/NAME.yaml.j2",
     } <= names
 
 

@@ -26,11 +26,11 @@ from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
 
 PRELOADED = (
-    "worldsize.driver.agent",
-    "worldsize.driver.execute",
-    "worldsize.app.reproduce",
-    "worldsize.app.resume",
-    "worldsize.app.evaluate",
+    "worldsize.launch.agent",
+    "worldsize.launch.execute",
+    "worldsize.cli.reproduce",
+    "worldsize.cli.resume",
+    "worldsize.cli.evaluate",
     "worldsize.strategies.ddp",
     "worldsize.strategies.fsdp",
     "worldsize.strategies.mesh.strategy",
@@ -43,8 +43,8 @@ PRELOADED = (
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
 )
 PROGRAMS = {
-    "worldsize": "worldsize.app",
-    "train.py": "worldsize.app.train",
+    "worldsize": "worldsize.cli",
+    "train.py": "worldsize.cli.train",
     "worldsize.worker": "worldsize.worker.process",
 }
 FDS = 6  # standard streams and namespaces

@@ -19,14 +19,14 @@ def main() -> None:
 
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     with _ends_at_once():
-        from worldsize.app import main as command
+        from worldsize.cli import main as command
     _call(command)
 
 
 def train() -> None:
     """Run ``train.py``."""
     with _ends_at_once():
-        from worldsize.app.train import main as command
+        from worldsize.cli.train import main as command
     _call(command)
 
 
@@ -49,7 +49,7 @@ def _call(command: Callable[[], None]) -> None:
     try:
         command()
     except KeyboardInterrupt:
-        from worldsize.app import exit_process
+        from worldsize.cli import exit_process
 
         exit_process(_INTERRUPTED)
 

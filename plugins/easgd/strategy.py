@@ -25,15 +25,15 @@ from worldsize.core import (
     Strategy,
     Workload,
 )
-from worldsize.cost.cluster import across, served_bytes, served_seconds, whole_bytes
-from worldsize.records.run_directory import private
+from worldsize.dist.cost.cluster import across, served_bytes, served_seconds, whole_bytes
+from worldsize.net.certificates import Credentials, create_authority, issue_certificate
+from worldsize.net.dialer import Dialer
+from worldsize.net.endpoints import address_of, listen
+from worldsize.net.registry import Registry
+from worldsize.record.run_directory import private
 from worldsize.strategies.alone import alone
 from worldsize.strategies.periodic.parameters import trained_parameters
 from worldsize.strategies.wrapping import refuse_complex
-from worldsize.transport.certificates import Credentials, create_authority, issue_certificate
-from worldsize.transport.dialer import Dialer
-from worldsize.transport.endpoints import address_of, listen
-from worldsize.transport.registry import Registry
 
 _SERVICE, _CENTRE = "centre", "centre-0"
 Rounds = Literal["synchronous", "asynchronous"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from worldsize.planning.predictor import links_of
+from worldsize.plan.predictor import links_of
 from worldsize.testing.hosts import Hosts, missing, running
 
 REPOSITORY = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ import pytest
 from tests.config.bad_overrides import USUAL, drawn
 from tests.config.test_malformed import called
 from tests.conftest import Command, environment
-from worldsize.driver import execute
+from worldsize.launch import execute
 
 _SEED = 44
 _RAW = re.compile(  # words of the libraries that a user of worldsize need not know

@@ -52,7 +52,7 @@ def test_a_target_outside_the_allow_list_is_refused(target: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["worldsize.worker.process.os.system", "worldsize.records.run_directory.shutil.rmtree"]
+    "target", ["worldsize.worker.process.os.system", "worldsize.record.run_directory.shutil.rmtree"]
 )
 def test_an_alias_of_something_outside_is_refused(target: str) -> None:
     with pytest.raises(ConfigError, match="which is outside the allow-list"):
@@ -93,7 +93,7 @@ def test_a_target_that_does_not_exist_names_its_neighbour() -> None:
 @pytest.mark.parametrize(
     "target",
     [
-        "worldsize.app.logs._shown",  # runs any command
+        "worldsize.cli.logs._shown",  # runs any command
         "worldsize.launch.local.Local.launch",
         "worldsize.core.Cluster",
         "recipes.digits.recipe._anything",
@@ -141,7 +141,7 @@ def test_a_module_of_the_users_may_show_what_a_private_one_defines(
     folder.mkdir()
     (folder / "_private.py").write_text("class Own:\n    pass\n\n\ndef _hidden(): ...\n")
     (folder / "__init__.py").write_text(
-        "from shown_by._private import Own, _hidden\nfrom worldsize.app.logs import _shown as shown\n"
+        "from shown_by._private import Own, _hidden\nfrom worldsize.cli.logs import _shown as shown\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     allowed = Allowed((*Allowed().prefixes, "shown_by"))

@@ -15,8 +15,8 @@ from worldsize.config.instantiate import Allowed, build, check_node
 from worldsize.config.schema import Schema
 from worldsize.core import ConfigError, FilePath, FolderName, OneOf, Range
 from worldsize.core.limits import check_limits
-from worldsize.engine import faults
 from worldsize.launch.slurm import Slurm
+from worldsize.train import faults
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as Mesh

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from tests.config.golden import REPOSITORY
 from tests.observe.run_folders import attempt, write_run
-from worldsize import app
+from worldsize import cli
 from worldsize.config.instantiate import Allowed, resolve
 from worldsize.config.schema import Schema
 from worldsize.core import ConfigError, FolderName, Limit, OneOf, Range
@@ -160,7 +160,7 @@ BAD_NUMBER = st.sampled_from(["-1", "nan", "inf", "many", "-inf", ""])
 PATHS = st.just(PLACE)
 OTHERS: Sequence[Sequence[str | st.SearchStrategy[str]]] = (
     [WORDS],
-    [st.sampled_from([name for name in app.COMMANDS if name != "train"]), WORDS.map(lambda word: f"--{word}")],
+    [st.sampled_from([name for name in cli.COMMANDS if name != "train"]), WORDS.map(lambda word: f"--{word}")],
     ["status", "nowhere"],
     ["status", st.sampled_from(["empty", "file"])],
     [st.sampled_from(["watch", "logs", "cancel", "report", "resume", "reproduce", "agent"]), PATHS],
@@ -266,7 +266,7 @@ def called(words: Sequence[str], folder: Path) -> tuple[int, str, str]:
     code: Any = 0
     try:
         with nothing_starts(folder), redirect_stdout(output), redirect_stderr(error):
-            app.main()
+            cli.main()
     except SystemExit as exit:
         code = exit.code
     finally:
@@ -357,7 +357,7 @@ def test_a_working_directory_that_was_deleted_is_named(
     (tmp_path / "gone").rmdir()
     monkeypatch.setattr(sys, "argv", ["worldsize", "train", "recipe=digits"])
     with pytest.raises(SystemExit, match="^2$"):
-        app.check_working_directory()
+        cli.check_working_directory()
     assert capsys.readouterr().err.startswith("the working directory cannot be entered any more")
 
 

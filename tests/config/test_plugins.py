@@ -16,7 +16,7 @@ from worldsize.config.installed import installed
 from worldsize.config.instantiate import Allowed, bundled_targets, resolve
 from worldsize.config.search_path import check_unique, config_folders
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.reproducibility.plugins import check_kept, digest_of, keep
+from worldsize.record.plugins import check_kept, digest_of, keep
 
 YAML = "# What it does\n_target_: {target}\n"
 

@@ -60,7 +60,7 @@ class TestPowerSGD(Held):
     cases = GRADIENT_CASES
 
 
-@pytest.mark.slow  # the gate has tests/collectives/test_sparse.py: the algorithm, and the bits of a resumed run
+@pytest.mark.slow  # the gate has tests/dist/test_sparse.py: the algorithm, and the bits of a resumed run
 class TestTopK(Held):
     strategy = DDP(compress="topk", density=0.25, bucket_mb=0.001)
     sizes = (3,)

@@ -15,8 +15,8 @@ from worldsize.config.compose import compose_only
 from worldsize.data.balanced import Balanced
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.driver.execute import checked
 from worldsize.errors import ConfigError
+from worldsize.launch.execute import checked
 
 CPU, SAMPLES, BATCH, LOGICAL, POOL = torch.device("cpu"), 500, 24, 4, 32
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tests.data.foreign import DIVIDED, SAMPLES, STATEFUL, WHOLE, Plain, Sharded, loader, row, table
 from tests.own_recipe import write_recipe
-from worldsize.checkpoints.format import Checkpoint, read
-from worldsize.checkpoints.retention import Retention
-from worldsize.checkpoints.save import Saver
+from worldsize.checkpoint.format import Checkpoint, read
+from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.save import Saver
 from worldsize.core import ConfigError, ShardedStream, StatefulStream, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of

@@ -14,7 +14,7 @@ from tests.docs.blocks import REPOSITORY, files, pages
 from worldsize.config.compose import compose_and_call
 
 FENCE = re.compile(r"^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```", re.M | re.S)
-TEMPLATES = sorted((REPOSITORY / "framework/worldsize/app/templates").rglob("*.j2"))
+TEMPLATES = sorted((REPOSITORY / "framework/worldsize/cli/templates").rglob("*.j2"))
 NAME = r"# ?[\w./]+\.(?:py|ya?ml|toml)\b[^\n]*\n"
 CONFIGURATIONS = [
     pytest.param(page, name, id=f"{page.name}:{name}")

@@ -107,9 +107,9 @@ class Wait:
 
 # a run has 2 first steps, 2 other steps, 3 logged lines, an evaluation, a save and a load
 _STEPS, _STATE = {"first steps": 2, "step": 2}, {"save": 2, "load": 2}
-_METRICS = "collectives/exact.py reduce_metrics of metrics/collector.py MetricCollector.reduce"
+_METRICS = "dist/exact.py reduce_metrics of metrics/collector.py MetricCollector.reduce"
 _AGREES = "strategies/unit_order.py UnitOrder._agrees_at_once"
-_GATHERED = "collectives/exact.py start_all_gather.result of"
+_GATHERED = "dist/exact.py start_all_gather.result of"
 _TO_HOST, _FROM_HOST = "copy to the host", "copy from the host"
 _LOGGED = "a logged line waits once for all its numbers"
 _MESH = "ranks of a part of a mesh have no group of gloo"
@@ -124,9 +124,9 @@ _COMPARED = {  # ranks compare their first step, pass by pass, by recipe and mic
     ("norms", 2): 9,
 }
 WAITS = (
-    Wait("", f"collectives/exact.py _on_host of {_METRICS}", _TO_HOST, {"evaluation": 1}, "metrics are of the host"),
-    Wait("^strategy=single ", "engine/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
-    Wait("^strategy=(?!single )", f"{_GATHERED} engine/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
+    Wait("", f"dist/exact.py _on_host of {_METRICS}", _TO_HOST, {"evaluation": 1}, "metrics are of the host"),
+    Wait("^strategy=single ", "train/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
+    Wait("^strategy=(?!single )", f"{_GATHERED} train/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
     Wait("nonfinite=skip", "core/numerics.py Numerics.skips", "item", _STEPS, "the host decides whether to take it"),
     # a fused step decides on the device
     Wait(
@@ -185,7 +185,7 @@ WAITS = (
     ),
     Wait(
         "^strategy=mesh ",
-        f"collectives/exact.py start_all_reduce.result of {_METRICS}",
+        f"dist/exact.py start_all_reduce.result of {_METRICS}",
         _TO_HOST,
         {"evaluation": 1},
         _MESH,

@@ -23,13 +23,11 @@ from torch.distributed.checkpoint import state_dict_loader
 
 from tests.fake_cuda.device import GPU, believe_in_devices, faked
 from tests.fake_cuda.waits import OWN, Waits
-from worldsize.checkpoints.format import Checkpoint
-from worldsize.checkpoints.load import load
-from worldsize.checkpoints.retention import Retention
-from worldsize.checkpoints.save import Saver
-from worldsize.checkpoints.tree import split
-from worldsize.collectives.per_rank import local
-from worldsize.collectives.step_timer import StepTimer
+from worldsize.checkpoint.format import Checkpoint
+from worldsize.checkpoint.load import load
+from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.save import Saver
+from worldsize.checkpoint.tree import split
 from worldsize.config.compose import compose_only
 from worldsize.config.composed import settings_of
 from worldsize.config.settings import Settings
@@ -37,12 +35,14 @@ from worldsize.core import EvaluationBatches, MicroBatch, Replica, RunContext, S
 from worldsize.data.fetch import collate_of
 from worldsize.data.loader import micro_batches
 from worldsize.devices import backend_names
-from worldsize.engine.agreement import Agreement, Wishes
-from worldsize.engine.averaging import AveragedReplica
-from worldsize.engine.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
-from worldsize.planning.absent_peers import world_seen_by
-from worldsize.reproducibility.seeds import seed_generators
+from worldsize.dist.per_rank import local
+from worldsize.dist.step_timer import StepTimer
+from worldsize.plan.absent_peers import world_seen_by
+from worldsize.record.seeds import seed_generators
 from worldsize.strategies.deferred.model import filled_with
+from worldsize.train.agreement import Agreement, Wishes
+from worldsize.train.averaging import AveragedReplica
+from worldsize.train.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 from worldsize.worker.evaluation import EvaluationData, evaluate_splits
 
 STEPS = 4

@@ -15,17 +15,17 @@ import pytest
 
 from tests.conftest import Command
 from tests.observe.run_folders import write_run
-from worldsize.app import _call
-from worldsize.app.logs import lines
+from worldsize.cli import _call
+from worldsize.cli.logs import lines
 from worldsize.config.recorded import read_settings
-from worldsize.driver.scheduled import Scheduler
 from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.launch.scheduled import Scheduler
 from worldsize.observe.report.page import page
 from worldsize.observe.watch import Watched
-from worldsize.records.manifest import read_manifest, write_manifest
-from worldsize.records.run_directory import RunDirectory, runs_below
-from worldsize.records.run_record import look, opened
-from worldsize.reproducibility.compare import compare_runs
+from worldsize.record.compare import compare_runs
+from worldsize.record.manifest import read_manifest, write_manifest
+from worldsize.record.run_directory import RunDirectory, runs_below
+from worldsize.record.run_record import look, opened
 
 
 def seal(path: Path, text: str) -> None:

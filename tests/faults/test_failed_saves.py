@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.outcome import outcome
-from worldsize.checkpoints.format import complete, read, verify
+from worldsize.checkpoint.format import complete, read, verify
 
 OPTIONS = (
     "recipe=digits",

@@ -14,12 +14,12 @@ import pytest
 
 from tests.conftest import Train
 from tests.observe.run_folders import write_run
-from worldsize.collectives import peer_wait
-from worldsize.collectives.peer_wait import PEER_WAIT
+from worldsize.dist import peer_wait
+from worldsize.dist.peer_wait import PEER_WAIT
 from worldsize.observe.report.hangs import hangs
 from worldsize.observe.report.page import page
 from worldsize.observe.report.read import read_run
-from worldsize.records.flight import collectives_file, flight_file, hang_report, hung_processes
+from worldsize.record.flight import collectives_file, flight_file, hang_report, hung_processes
 from worldsize.worker import flight
 from worldsize.worker.flight import hangs_watched
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from tests.small_disk import mounted
-from worldsize.checkpoints.retention import Retention
-from worldsize.checkpoints.save import Saver
+from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.save import Saver
 from worldsize.core import Outcome, World
 from worldsize.errors import CheckpointError, RunFolderError
 from worldsize.launch.folder_watch import FolderWatch
-from worldsize.records import run_record
-from worldsize.records.manifest import read_manifest, write_manifest
-from worldsize.records.run_directory import RunDirectory, writing
-from worldsize.records.run_record import look, opened
+from worldsize.record import run_record
+from worldsize.record.manifest import read_manifest, write_manifest
+from worldsize.record.run_directory import RunDirectory, writing
+from worldsize.record.run_record import look, opened
 
 REPOSITORY = Path(__file__).parents[2]
 OPTIONS = ("recipe=digits", "recipe.width=4", "cluster.threads=1", "cluster.processes=2", "logger=none", "log_every=1")

@@ -16,11 +16,11 @@ import safetensors.torch
 import torch
 
 from tests.own_recipe import write_recipe
-from worldsize.checkpoints.format import STREAMS, read
-from worldsize.checkpoints.load import read_tensors
-from worldsize.checkpoints.retention import Retention
-from worldsize.checkpoints.save import Saver
-from worldsize.checkpoints.tree import join
+from worldsize.checkpoint.format import STREAMS, read
+from worldsize.checkpoint.load import read_tensors
+from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.save import Saver
+from worldsize.checkpoint.tree import join
 from worldsize.core import World
 
 RECIPE = """

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from tests.conftest import environment
 from tests.gpu.devices import CUDA, DEVICES, run_on_one_device
 from tests.gpu.test_runs import GPT
-from worldsize.checkpoints.load import load, newest
-from worldsize.checkpoints.retention import Retention
-from worldsize.checkpoints.save import Saver
+from worldsize.checkpoint.load import load, newest
+from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.save import Saver
 from worldsize.core import MicroBatch, RunContext, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of

@@ -18,7 +18,7 @@ from worldsize.core import MicroBatch, Numerics, Replica, RunContext, Strategy, 
 from worldsize.core.numerics import ActivationCheckpointing, Precision
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.reproducibility.determinism import Determinism
+from worldsize.record.determinism import Determinism
 from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP

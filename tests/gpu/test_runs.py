@@ -15,7 +15,7 @@ from tests.conftest import environment
 from tests.gpu.devices import CUDA, DEVICES, device_of
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
-from worldsize.planning.calibrate import _is_memory
+from worldsize.plan.calibrate import _is_memory
 from worldsize.testing.recipes import Chain
 
 GPT = (

@@ -13,9 +13,9 @@ import pytest
 from worldsize.core import Cluster, Outcome, Plan, Role
 from worldsize.errors import WorldsizeError
 from worldsize.launch import agents
-from worldsize.launch.agent_connection import HeartbeatSender
 from worldsize.launch.agents import Follower, Lead
 from worldsize.launch.node import NodeLauncher
+from worldsize.net.agent_connection import HeartbeatSender
 from worldsize.world.environments import Node
 
 HERE = "127.0.0.1"

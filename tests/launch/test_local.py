@@ -193,7 +193,7 @@ def test_a_killed_launcher_leaves_no_orphan_and_status_reports_the_run_as_killed
 
 
 def status(folder: Path) -> str:
-    command = [sys.executable, "-c", "from worldsize.app import main; main()", "status", "runs"]
+    command = [sys.executable, "-c", "from worldsize.cli import main; main()", "status", "runs"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     return re.sub(r"\s+", " ", done.stdout)
 

@@ -18,13 +18,13 @@ import pytest
 from worldsize.core import Cluster, Plan, Role
 from worldsize.errors import FirstHostLostError, WorldsizeError
 from worldsize.launch import lost_link
-from worldsize.launch.agent_connection import AgentConnection, RemoteAgent
-from worldsize.launch.handshake import MessageSeal
 from worldsize.launch.lost_link import LossPolicy, come_back, decide, is_left_behind, is_over
-from worldsize.launch.mailbox import Mailbox
 from worldsize.launch.remote import RemoteHosts
-from worldsize.records.lock import run_lock
-from worldsize.records.run_directory import RunDirectory
+from worldsize.net.agent_connection import AgentConnection, RemoteAgent
+from worldsize.net.handshake import MessageSeal
+from worldsize.net.mailbox import Mailbox
+from worldsize.record.lock import run_lock
+from worldsize.record.run_directory import RunDirectory
 
 PATIENCE = 0.2  # seconds, that of a host which waits for a word of the first
 _open: list[AgentConnection] = []

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.launch import admission
-from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
-from worldsize.launch.handshake import MessageSeal, NotOfThisRunError
 from worldsize.launch.meeting import arrivals, gather, reach
-from worldsize.launch.run_key import RunKey, read_key, write_key
+from worldsize.net import admission
+from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
+from worldsize.net.handshake import MessageSeal, NotOfThisRunError
+from worldsize.net.run_key import RunKey, read_key, write_key
 from worldsize.world.environments import Node
 
 HERE = "127.0.0.1"
-HELLO, ANSWER, PROOF = 44, 64, 32  # bytes of a handshake, see worldsize.launch.handshake
+HELLO, ANSWER, PROOF = 44, 64, 32  # bytes of a handshake, see worldsize.net.handshake
 
 
 @pytest.fixture
@@ -399,7 +399,7 @@ def test_a_message_does_not_come_back_as_the_peers() -> None:
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": NaN}', "[1]", "{", '{"a": 1e999}'])
 def test_what_is_no_message_ends_the_connection_and_nothing_else(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = seals()
-    monkeypatch.setattr("worldsize.launch.handshake.json.dumps", lambda _: text)
+    monkeypatch.setattr("worldsize.net.handshake.json.dumps", lambda _: text)
     with pytest.raises(NotOfThisRunError, match="what came is no message"):
         there.open(here.seal({})[4:])
 

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from worldsize.core import Cluster, Plan, Role
-from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
-from worldsize.launch.handshake import MessageSeal
 from worldsize.launch.lost_link import LossPolicy
-from worldsize.launch.mailbox import Mailbox
 from worldsize.launch.members import LostHostError, Member
 from worldsize.launch.node import Rendezvous
 from worldsize.launch.outpost import Outpost
 from worldsize.launch.remote import RemoteHosts
+from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
+from worldsize.net.handshake import MessageSeal
+from worldsize.net.mailbox import Mailbox
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.membership import receive, send
 

@@ -17,7 +17,7 @@ from tests.observe.run_folders import attempt, write_run
 from worldsize.core import ConfigError
 from worldsize.launch.ssh import Ssh
 from worldsize.launch.ssh_job import Lineup, Revival, SshAgent, SshJob, Succession
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory
 
 HOSTS = Lineup(("a", "b", "c", "d"))
 LOST = 255  # what ssh exits with

@@ -14,9 +14,9 @@ from torchmetrics import MaxMetric, MeanSquaredError, Metric, PearsonCorrCoef
 from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassConfusionMatrix
 from torchmetrics.functional.classification import binary_auroc
 
-from worldsize.collectives.exact import gather_tensors
 from worldsize.core import Cluster, ConfigError, RunContext, StateMetric, Strategy, World
 from worldsize.data.evaluation import evaluation_batches
+from worldsize.dist.exact import gather_tensors
 from worldsize.metrics.concatenated import Concatenated
 from worldsize.metrics.torchmetrics import TorchMetric
 from worldsize.strategies.ddp import DDP

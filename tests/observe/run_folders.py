@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from worldsize.records.manifest import write_manifest
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.manifest import write_manifest
+from worldsize.record.run_directory import RunDirectory
 
 START = 1_795_000_000.0
 HOSTILE = "<script>alert('x')</script>&\"$_{\ud800"

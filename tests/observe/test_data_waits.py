@@ -18,8 +18,8 @@ from worldsize.observe.events import EventLog
 from worldsize.observe.report.page import page
 from worldsize.observe.report.read import read_run
 from worldsize.observe.watch import Watched, screen
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import look
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import look
 
 
 def line(step: int, data: float, rest: float) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.observe.run_folders import attempt, write_run
-from worldsize.app import logs
+from worldsize.cli import logs
 from worldsize.observe import debug_summary as debug_summary_module
 from worldsize.observe.debug_summary import debug_summary
 from worldsize.observe.nccl_log import parse_nccl
 from worldsize.observe.transport import listen_to_nccl, nccl_log
-from worldsize.records.flight import collectives_file
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.flight import collectives_file
+from worldsize.record.run_directory import RunDirectory
 
 # as NCCL 2.21 and 2.27 write them to NCCL_DEBUG_FILE, without lines that say nothing of networks
 FIRST = """\

@@ -12,15 +12,15 @@ import pytest
 from rich.console import Console
 
 from tests.observe.run_folders import attempt, write_run
-from worldsize.app import logs, status
-from worldsize.app.watch import watch
+from worldsize.cli import logs, status
+from worldsize.cli.watch import watch
 from worldsize.core import Failure, Outcome
 from worldsize.messages import last_error
 from worldsize.observe.events import describe_event, is_event
 from worldsize.observe.report.page import page
 from worldsize.observe.watch import Watched, screen
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import look, opened
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import look, opened
 
 FAILURE = {"role": "worker", "rank": 3, "host": "gpu-b", "step": 17, "cause": "ValueError: \x1b[31mno"}
 LINE = "worker 3 on gpu-b failed at step 17: ValueError: \\x1b[31mno"

@@ -37,9 +37,9 @@ from worldsize.observe.report.page import page
 from worldsize.observe.report.read import read_run
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.watch import Watched, screen
-from worldsize.records.json_lines import complete_lines, row_of
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import look
+from worldsize.record.json_lines import complete_lines, row_of
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import look
 from worldsize.worker.process import _health_watched
 from worldsize.world.environments import Placement
 

@@ -13,16 +13,16 @@ import pytest
 from rich.console import Console, RenderableType
 
 from tests.observe.run_folders import attempt, write_run
-from worldsize.app.watch import watch
+from worldsize.cli.watch import watch
 from worldsize.errors import WorldsizeError
 from worldsize.messages import refuse, show_messages
 from worldsize.observe.comparison import comparison_table
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import show_summary
 from worldsize.observe.watch import Watched, screen
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import look
-from worldsize.reproducibility.compare import compare_runs
+from worldsize.record.compare import compare_runs
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import look
 
 NAMES = ["[/b]", "[top5]", "a\x1b]0;x\x07", "\ud800"]
 SHOWN = {"a\x1b]0;x\x07": r"a\x1b]0;x\x07", "\ud800": r"\ud800"}

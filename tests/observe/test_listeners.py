@@ -19,8 +19,8 @@ from worldsize.observe import subprocess_listeners
 from worldsize.observe.progress import Progress, Tail
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing
-from worldsize.records.metrics import JsonLines, metrics_digest
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.metrics import JsonLines, metrics_digest
+from worldsize.record.run_directory import RunDirectory
 
 ENDED = RunEnded(1, "completed")
 

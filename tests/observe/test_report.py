@@ -17,10 +17,10 @@ import pytest
 
 from tests.observe.browser import PROGRAM, browser
 from tests.observe.run_folders import HOSTILE, START, attempt, write_run
-from worldsize.app.logs import lines
-from worldsize.app.report import write
-from worldsize.driver.scheduled import Scheduler
+from worldsize.cli.logs import lines
+from worldsize.cli.report import write
 from worldsize.errors import WorldsizeError
+from worldsize.launch.scheduled import Scheduler
 from worldsize.observe.report import read
 from worldsize.observe.report.curves import means
 from worldsize.observe.report.page import page, run_page, summary
@@ -31,9 +31,9 @@ from worldsize.observe.report.servers import servers
 from worldsize.observe.report.sweep import read_sweep
 from worldsize.observe.report.timeline import timeline
 from worldsize.observe.watch import RankTimes
-from worldsize.records.lock import run_lock
-from worldsize.records.manifest import write_manifest
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.lock import run_lock
+from worldsize.record.manifest import write_manifest
+from worldsize.record.run_directory import RunDirectory
 
 
 class Shown(HTMLParser):

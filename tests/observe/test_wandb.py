@@ -16,7 +16,7 @@ from worldsize.core import NodeAlert, RunEnded, StepDone, Straggling
 from worldsize.observe.health.files import HealthFile
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.wandb import WandbListener
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory
 
 _reader = runpy.run_path(str(Path(__file__).parent / "wandb_file.py"))
 records, histories = _reader["records"], _reader["histories"]

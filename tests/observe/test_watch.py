@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from tests.observe.run_folders import attempt, write_run
-from worldsize.app.watch import watch
+from worldsize.cli.watch import watch
 from worldsize.core import Outcome
-from worldsize.driver.scheduled import Scheduler, is_alive
+from worldsize.launch.scheduled import Scheduler, is_alive
 from worldsize.observe.progress import Tail, remaining
 from worldsize.observe.watch import RankTimes, Watched, screen
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import RunRecord, look, opened
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import RunRecord, look, opened
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from torch.optim import AdamW, Optimizer
 
 from worldsize.config.instantiate import Allowed, build
 from worldsize.core import ConfigError
-from worldsize.engine.schedules import warmup_linear
 from worldsize.optimizers.arguments import check_tuples
 from worldsize.optimizers.groups import grouped
 from worldsize.optimizers.muon import muon
@@ -25,6 +24,7 @@ from worldsize.optimizers.refused import refuse_breaking
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.recipes import Chain
+from worldsize.train.schedules import warmup_linear
 
 STEPS = 6
 ADAMW = partial(AdamW, lr=0.02, weight_decay=0.1)

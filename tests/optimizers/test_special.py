@@ -18,10 +18,9 @@ from torchao.optim import AdamW8bit as PlainAdamW8bit
 
 from recipes.digits.recipe import Digits
 from worldsize.core import ConfigError, EvaluationBatch, EvaluationBatches, MicroBatch, Numerics, RunContext, World
-from worldsize.engine.schedules import warmup_cosine
 from worldsize.optimizers.eight_bit import adamw_8bit
 from worldsize.optimizers.schedule_free import adamw_schedule_free, evaluated_weights
-from worldsize.planning.construction import check_construction
+from worldsize.plan.construction import check_construction
 from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -31,6 +30,7 @@ from worldsize.strategies.single import Single
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.recipes import Chain
+from worldsize.train.schedules import warmup_cosine
 
 STEPS = 7
 KINDS = {"codes": "torch.uint8", "scale": "torch.float32"}

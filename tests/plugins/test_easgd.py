@@ -15,12 +15,12 @@ from plugins.easgd.strategy import EASGD
 from worldsize.core import Cluster, ConfigError, Link, Numerics, RunContext, Workload
 from worldsize.data.fetch import fetch
 from worldsize.data.order import Order
+from worldsize.net.channel import Channel
+from worldsize.net.endpoints import address_of, connect
+from worldsize.net.frames import CommonOperation
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.contract import StrategyContract
 from worldsize.testing.training import ALONE, BATCH, CHAIN, SEED, train
-from worldsize.transport.channel import Channel
-from worldsize.transport.endpoints import address_of, connect
-from worldsize.transport.frames import CommonOperation
 
 
 @pytest.mark.killed

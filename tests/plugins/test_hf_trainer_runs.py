@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from tests.plugins import hf_programs as programs
 from tests.plugins.hf_reference import ACCUMULATED, Make, config, recipe, trained_by_transformers, values
-from worldsize.checkpoints.format import complete, read
+from worldsize.checkpoint.format import complete, read
 from worldsize.core import Strategy
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP

@@ -19,7 +19,7 @@ from tests.plugins.lightning_gans import BATCH, DCGAN, Images, Pairs, PlainGAN, 
 from tests.plugins.lightning_reference import Losses, fitted
 from worldsize.core import EvaluationBatches, Recipe, RunContext, World
 from worldsize.data.evaluation import evaluation_batches
-from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.record.seeds import seed_generators, stream
 from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP

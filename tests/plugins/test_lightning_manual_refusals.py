@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from tests.plugins.lightning_gans import BATCH, Pairs, PlainGAN
 from tests.plugins.test_lightning_manual import recipe
 from worldsize.core import ConfigError, RunContext, World
-from worldsize.planning.construction import check_trainable
+from worldsize.plan.construction import check_trainable
 from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP

@@ -17,12 +17,12 @@ from plugins.lightning_module.program import LightningProgram
 from plugins.lightning_module.recipe import lightning_recipe
 from tests.plugins.lightning_programs import BATCH, SAMPLES, VAE, Classifier, Points, points
 from tests.plugins.lightning_reference import fitted, trainer, validated
-from worldsize.checkpoints.weights import open_weights
+from worldsize.checkpoint.weights import open_weights
 from worldsize.core import ConfigError, EvaluationBatches, Recipe, RunContext, World
 from worldsize.data.evaluation import evaluation_batches
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
-from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.record.seeds import seed_generators, stream
 from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.ports.lines import count_lines
 from worldsize.core import ConfigError, LossOutput, MultiUpdateRecipe, Recipe, Strategy, Update
-from worldsize.reproducibility.digest import tensor_digests
+from worldsize.record.digest import tensor_digests
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.parameter_server.strategy import ParameterServer

@@ -23,7 +23,7 @@ from worldsize.data.sources.documents import DocumentWindows, PackedDocuments
 from worldsize.data.sources.json_lines import JsonLines
 from worldsize.data.sources.tokens import TokenWindows
 from worldsize.data.storage.cache import Cache
-from worldsize.reproducibility.digest import state_digest, tensor_digests
+from worldsize.record.digest import state_digest, tensor_digests
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.testing.worlds import run_in_worlds

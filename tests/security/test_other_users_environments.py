@@ -10,14 +10,14 @@ from unittest.mock import patch
 
 import pytest
 
-from worldsize.app.reproduce import _clones
+from worldsize.cli.reproduce import _clones
 from worldsize.config.search_path import bundle
 from worldsize.errors import WorldsizeError
-from worldsize.records.manifest import read_manifest, write_manifest
-from worldsize.records.run_record import view
-from worldsize.reproducibility import rebuild
-from worldsize.reproducibility.checkout import checked_out
-from worldsize.reproducibility.rebuild import Lock, read_lock, rebuilt, to_be_installed
+from worldsize.record import rebuild
+from worldsize.record.checkout import checked_out
+from worldsize.record.manifest import read_manifest, write_manifest
+from worldsize.record.rebuild import Lock, read_lock, rebuilt, to_be_installed
+from worldsize.record.run_record import view
 
 LOCK = """
 [[package]]

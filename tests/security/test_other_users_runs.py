@@ -17,17 +17,17 @@ from unittest.mock import patch
 import pytest
 
 from tests.conftest import Command, Train
-from worldsize.app.cancel import cancel
+from worldsize.cli.cancel import cancel
 from worldsize.config.recorded import read_launcher
-from worldsize.driver.recorded_run import check_before_start, recorded_overrides
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.kubernetes import Kubernetes
+from worldsize.launch.recorded_run import check_before_start, recorded_overrides
 from worldsize.launch.skypilot import SkyPilot
 from worldsize.messages import ask
-from worldsize.records.lock import run_lock
-from worldsize.records.manifest import is_own, read_manifest, write_manifest
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import look, opened, view
+from worldsize.record.lock import run_lock
+from worldsize.record.manifest import is_own, read_manifest, write_manifest
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import look, opened, view
 
 EVIL = """
 import os
@@ -131,7 +131,7 @@ def test_a_job_whose_name_is_an_option_of_the_scheduler_is_refused(run: Path) ->
 
 
 def test_cancel_ends_the_process_that_holds_the_lock_and_not_the_one_that_is_written_down(run: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from worldsize.records.lock import run_lock\n"
+    code = "import sys, time; from pathlib import Path; from worldsize.record.lock import run_lock\n"
     code += "with run_lock(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout
@@ -288,7 +288,7 @@ def test_configuration_files_of_another_user_widen_nothing_and_call_nothing(
 
 def test_a_target_that_was_not_shown_is_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
     config = {"allow_targets": [], "run": {}, "recipe": {"_target_": "recipes.digits.recipe.Digits"}}
-    with patch("worldsize.driver.recorded_run.choices", return_value={}), pytest.raises(WorldsizeError, match="--yes"):
+    with patch("worldsize.launch.recorded_run.choices", return_value={}), pytest.raises(WorldsizeError, match="--yes"):
         check_before_start({"config": {}, "plugins": []}, config, [], yes=False)
     assert "recipes.digits.recipe.Digits" in capsys.readouterr().err
 
@@ -338,7 +338,7 @@ def test_what_is_asked_about_cannot_forge_lines(capsys: pytest.CaptureFixture[st
 
 
 def test_a_lock_knows_its_holder(tmp_path: Path) -> None:
-    from worldsize.records.lock import holder_of
+    from worldsize.record.lock import holder_of
 
     assert holder_of(tmp_path) is None
     with run_lock(tmp_path):

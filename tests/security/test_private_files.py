@@ -14,9 +14,9 @@ import pytest
 
 from tests.conftest import Train
 from worldsize.errors import WorldsizeError
-from worldsize.reproducibility.code import capture_code
-from worldsize.reproducibility.plugins import keep
-from worldsize.reproducibility.private_files import why_private
+from worldsize.record.code import capture_code
+from worldsize.record.plugins import keep
+from worldsize.record.private_files import why_private
 
 SECRETS = {  # each in a format that its issuer has published; none was ever valid
     "notes.txt": "-----BEGIN OPENSSH PRIVATE KEY-----\n",
@@ -130,9 +130,7 @@ def test_where_nobody_else_may_read_any_file_a_mode_shows_nothing(project: Path)
     (project / "plain.txt").write_text("text\n")
     (project / "plain.txt").chmod(0o600)
     code = "import os, sys; os.umask(0o077); from pathlib import Path; p = Path(sys.argv[1])\n"
-    code += (
-        "from worldsize.reproducibility.code import capture_code; print(capture_code(p, exclude=p / 'runs').left_out)"
-    )
+    code += "from worldsize.record.code import capture_code; print(capture_code(p, exclude=p / 'runs').left_out)"
     done = subprocess.run([sys.executable, "-c", code, project], capture_output=True, text=True, check=True)
     assert done.stdout == "()\n"
 

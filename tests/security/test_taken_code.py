@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from worldsize.config.compose import assigned, compose_and_call
-from worldsize.driver.recorded_run import project_of, take_code
 from worldsize.errors import WorldsizeError
-from worldsize.records.manifest import is_own, write_manifest
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import opened
-from worldsize.reproducibility.plugins import check_kept, digest_of, remove_compiled
+from worldsize.launch.recorded_run import project_of, take_code
+from worldsize.record.manifest import is_own, write_manifest
+from worldsize.record.plugins import check_kept, digest_of, remove_compiled
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import opened
 
 
 @pytest.fixture

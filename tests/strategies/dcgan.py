@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from worldsize.core import MultiUpdateRecipe, Update
 from worldsize.data.fetch import fetch
 from worldsize.data.order import Order
-from worldsize.reproducibility.seeds import seed_generators
+from worldsize.record.seeds import seed_generators
 
 SAMPLES, BATCH, SEED, NOISE, WIDTH = 96, 16, 3, 6, 4
 CPU = torch.device("cpu")

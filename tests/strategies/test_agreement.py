@@ -15,10 +15,10 @@ from torch.utils.data import TensorDataset
 from worldsize.core import EvaluationBatch, EvaluationBatches, Event, Numerics, Recipe, RunContext, Strategy, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.engine.fit import LoopCallbacks, LoopConfig, fit
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.single import Single
 from worldsize.testing.worlds import run_in_worlds
+from worldsize.train.fit import LoopCallbacks, LoopConfig, fit
 
 STEPS, BATCH, SAMPLES = 50, 24, 101
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from worldsize.collectives.gather_full import gather_full
 from worldsize.core import BufferRule, Concatenated, ConfigError, Recipe, RunContext, Strategy, TensorStyle, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.planning.construction import check_construction
+from worldsize.dist.gather_full import gather_full
+from worldsize.plan.construction import check_construction
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh

@@ -31,11 +31,11 @@ from transformers import (
 )
 
 from worldsize.core import Recipe, RunContext, Strategy, World
-from worldsize.engine.initial_weights import built_empty, tied_names
 from worldsize.strategies.deferred.model import DeferredModel, state_follows
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.worlds import run_in_worlds
+from worldsize.train.initial_weights import built_empty, tied_names
 
 HOST = torch.device("cpu")
 

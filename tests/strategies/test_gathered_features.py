@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from worldsize.collectives.gather_full import whole
 from worldsize.core import ConfigError, Features, MicroBatch, Numerics, RunContext, Strategy, World
-from worldsize.planning.construction import check_construction, check_trainable
+from worldsize.dist.gather_full import whole
+from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh

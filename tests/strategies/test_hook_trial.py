@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from worldsize.core import ConfigError, MicroBatch, Recipe, RunContext, Strategy, World
-from worldsize.planning.construction import check_construction
+from worldsize.plan.construction import check_construction
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh

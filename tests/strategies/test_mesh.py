@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from recipes.stdlib_lm.recipe import StdlibLM
-from worldsize.checkpoints.format import complete, read
-from worldsize.checkpoints.load import load, newest
-from worldsize.checkpoints.retention import Retention
-from worldsize.checkpoints.save import Saver
-from worldsize.checkpoints.tree import split
-from worldsize.collectives.gather_full import gather_full
+from worldsize.checkpoint.format import complete, read
+from worldsize.checkpoint.load import load, newest
+from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.save import Saver
+from worldsize.checkpoint.tree import split
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -36,8 +35,9 @@ from worldsize.core import (
     Strategy,
     World,
 )
-from worldsize.planning.rank_table import rank_table
-from worldsize.reproducibility.seeds import seed_generators
+from worldsize.dist.gather_full import gather_full
+from worldsize.plan.rank_table import rank_table
+from worldsize.record.seeds import seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import mean_loss

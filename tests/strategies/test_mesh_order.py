@@ -17,9 +17,9 @@ from tests.strategies.test_mesh import Losses, built, loaded, reference, save, s
 from worldsize.config.compose import compose_only
 from worldsize.config.composed import settings_of
 from worldsize.core import Cluster, ConfigError, Link, Strategy, Workload, World
-from worldsize.cost.cluster import leaving, levels, spanned
-from worldsize.cost.crossings import axis_tiers, crossings_text
-from worldsize.driver.execute import _show
+from worldsize.dist.cost.cluster import leaving, levels, spanned
+from worldsize.dist.cost.crossings import axis_tiers, crossings_text
+from worldsize.launch.execute import _show
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.mesh.layout import ORDER, Layout
 from worldsize.strategies.mesh.strategy import Mesh

@@ -14,7 +14,6 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from tests.strategies.dcgan import BATCH, DCGAN, GAN, SEED, original
-from worldsize.collectives.gather_full import gather_full
 from worldsize.core import (
     ConfigError,
     LossOutput,
@@ -29,7 +28,8 @@ from worldsize.core import (
 )
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.planning.construction import check_construction, check_trainable
+from worldsize.dist.gather_full import gather_full
+from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh

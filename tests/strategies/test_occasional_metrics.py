@@ -26,10 +26,10 @@ from worldsize.core import (
 )
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.engine.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.single import Single
 from worldsize.testing.worlds import run_in_worlds
+from worldsize.train.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 
 STEPS, EVERY, LOGGED, BATCH, RANKS = 17, 5, 4, 8, 4
 

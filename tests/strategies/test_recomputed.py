@@ -16,8 +16,8 @@ from tests.strategies.test_compile import GPT, code, trained
 from worldsize.core import ConfigError, MicroBatch, Numerics, RunContext, World
 from worldsize.core.numerics import ActivationCheckpointing
 from worldsize.data.order import Order
-from worldsize.planning.calibrate import calibrate
-from worldsize.planning.rehearsal.memory import MemoryRecorder
+from worldsize.plan.calibrate import calibrate
+from worldsize.plan.rehearsal.memory import MemoryRecorder
 from worldsize.strategies import recomputed
 from worldsize.strategies.alone import alone
 from worldsize.testing.recipes import Chain

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, SparseAdam
 
 from worldsize.core import ConfigError, Recipe, Strategy
-from worldsize.planning.construction import check_construction
+from worldsize.plan.construction import check_construction
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.parameter_server.hybrid import HybridParameterServer
 from worldsize.strategies.parameter_server.strategy import ParameterServer

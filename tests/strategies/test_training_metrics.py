@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.engine.test_fit import Idle
 from tests.own_recipe import write_recipe
+from tests.train.test_fit import Idle
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -32,8 +32,6 @@ from worldsize.core import (
 from worldsize.data.fetch import fetch
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.engine.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
-from worldsize.engine.training_metrics import TrainingMetrics, means
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import differentiable
@@ -42,6 +40,8 @@ from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
+from worldsize.train.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
+from worldsize.train.training_metrics import TrainingMetrics, means
 
 STEPS, BATCH, EVERY = 10, 24, 4
 Logged = dict[int, Mapping[str, float]]  # by the number of the logged step

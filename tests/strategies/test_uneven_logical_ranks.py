@@ -14,11 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _verify_param_shape_across_processes
 
 from tests.interruption import end_gang_soon
-from worldsize.collectives.gather_full import whole
-from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.core import Loss, MicroBatch, Reduction, RunContext, StepResult, World
-from worldsize.engine.training_metrics import TrainingMetrics, by_logical_rank
-from worldsize.engine.window import Window
+from worldsize.dist.gather_full import whole
+from worldsize.dist.interruption import INTERRUPTION
 from worldsize.strategies.ddp import DDP, replicated
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import LossRecord
@@ -27,6 +25,8 @@ from worldsize.strategies.reducers import interruptible_reducer
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
+from worldsize.train.training_metrics import TrainingMetrics, by_logical_rank
+from worldsize.train.window import Window
 
 TOTAL = 5
 

@@ -15,10 +15,10 @@ from torch._C._distributed_c10d import TCPStore
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from worldsize.collectives.per_rank import local
 from worldsize.core import Batch, Cluster, ConfigError, MicroBatch, Reduction, RunContext, Update, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
+from worldsize.dist.per_rank import local
 from worldsize.strategies import unit_order as unit_order_module
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import LossRecord

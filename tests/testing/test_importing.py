@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from worldsize.app.init import init
+from worldsize.cli.init import init
 
 TESTS = """
 from plugins.diloco.strategy import DiLoCo

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from worldsize.core import Event, RunStarted, World
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.worker import carried
 from worldsize.worker.carried import Carried, LoggedEvents

@@ -10,8 +10,8 @@ from typing import Literal
 import pytest
 import torch
 
-from worldsize.checkpoints.retention import Retention
-from worldsize.checkpoints.save import Saver
+from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.save import Saver
 from worldsize.core import CheckpointFailed, CheckpointSaved, Event, World
 from worldsize.errors import CheckpointError, SaveFailedError
 from worldsize.worker.checkpointing import Checkpointing

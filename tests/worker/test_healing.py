@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from worldsize.core import World
-from worldsize.engine.fit import TrainingProgress
 from worldsize.testing.worlds import run_in_worlds
+from worldsize.train.fit import TrainingProgress
 from worldsize.worker.healing import agreed_ends
 
 DONE, BEFORE, OTHER = TrainingProgress(8), TrainingProgress(8, evaluated=False, saved=False), TrainingProgress(7)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from worldsize.collectives.exact import start_all_reduce
-from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.core import World
+from worldsize.dist.exact import start_all_reduce
+from worldsize.dist.interruption import INTERRUPTION
 from worldsize.testing.worlds import run_in_worlds
 from worldsize.worker.left_groups import LEFT_GROUPS
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from worldsize.core import Cluster
-from worldsize.records.manifest import write_manifest
-from worldsize.records.redaction import Scrubber
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import RunRecord, view
+from worldsize.record.manifest import write_manifest
+from worldsize.record.redaction import Scrubber
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import RunRecord, view
 from worldsize.worker import process
 from worldsize.world import fork
 from worldsize.world.environments import Placement, placement

@@ -16,12 +16,12 @@ import pytest
 from tests.observe.run_folders import attempt, write_run
 from tests.outcome import outcome
 from tests.own_recipe import write_recipe
-from worldsize.checkpoints.format import complete, read, step_of
+from worldsize.checkpoint.format import complete, read, step_of
 from worldsize.config.compose import compose_only
 from worldsize.config.composed import settings_of
 from worldsize.core import SaveIntervalChanged
-from worldsize.cost.checkpoints import expected_seconds, interval_seconds, mtbf_seconds
-from worldsize.records.run_directory import RunDirectory
+from worldsize.dist.cost.checkpoints import expected_seconds, interval_seconds, mtbf_seconds
+from worldsize.record.run_directory import RunDirectory
 from worldsize.worker.save_interval import SaveInterval, save_interval
 
 STEP, SAVE, RESTART, STEPS = 0.5, 4.0, 30.0, 200_000  # seconds, and steps of a simulated run
@@ -248,7 +248,7 @@ def test_a_run_saves_by_itself_and_ends_with_the_same_bits(
 
 HASTY = """\
 from recipes.digits.recipe import Digits
-from worldsize.cost import checkpoints
+from worldsize.dist.cost import checkpoints
 
 checkpoints.LONGEST = 0.2  # instead of ten minutes
 

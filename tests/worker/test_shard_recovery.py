@@ -14,9 +14,9 @@ import torch
 
 from worldsize.config.settings import Settings
 from worldsize.core import Replica, StateDict, World
-from worldsize.engine.fit import LoopConfig, TrainingProgress
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory
 from worldsize.testing.worlds import run_in_worlds
+from worldsize.train.fit import LoopConfig, TrainingProgress
 from worldsize.worker.carried import Carried, LoggedEvents
 from worldsize.worker.save_interval import SaveInterval
 from worldsize.worker.shard_recovery import ShardRecovery

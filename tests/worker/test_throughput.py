@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.conftest import Train
 from worldsize.core import MicroBatch
-from worldsize.cost.peaks import peak_flops
+from worldsize.dist.cost.peaks import peak_flops
 from worldsize.observe.report.page import page
 from worldsize.testing.recipes import Chain, TwoPlayers
 from worldsize.worker.throughput import counted_flops

@@ -18,9 +18,9 @@ from types import SimpleNamespace
 
 import torch
 
-from worldsize import app
+from worldsize import cli
 from worldsize.config.compose import compose_only
-from worldsize.driver.execute import checked
+from worldsize.launch.execute import checked
 from worldsize.world import fork
 
 RUN = ("cluster.processes=2", "cluster.threads=1", "logger=none")
@@ -121,7 +121,7 @@ def build(row: Sequence[Sequence[str]]) -> None:
 def main() -> None:
     believe(os.getpid())
     for name in ("worker.process", *{words[0] for words in COMMANDS}):
-        importlib.import_module(f"worldsize.{name}" if "." in name else f"worldsize.app.{name}")
+        importlib.import_module(f"worldsize.{name}" if "." in name else f"worldsize.cli.{name}")
     with fork.ready_to_fork():  # its imports, once for all
         pass
     for row in BUILDS:
@@ -130,7 +130,7 @@ def main() -> None:
     (site / "sitecustomize.py").write_text(SITE)
     os.environ["PYTHONPATH"] = f"{site.absolute()}{os.pathsep}{os.environ['PYTHONPATH']}"
     for words in COMMANDS:  # in the same folder, which has the runs
-        in_child(app.main, words)
+        in_child(cli.main, words)
 
 
 if __name__ == "__main__":

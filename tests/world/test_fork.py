@@ -12,7 +12,7 @@ import pytest
 
 from tests.own_recipe import write_recipe
 from tests.world.forks import BUILDS, COMMANDS, OTHERS
-from worldsize import app
+from worldsize import cli
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -86,7 +86,7 @@ from pathlib import Path
 from worldsize.config.recorded import read_settings
 from worldsize.launch.local import Local
 from worldsize.messages import show_messages
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory
 from worldsize.world.fork import will_fork
 
 show_messages()
@@ -114,7 +114,7 @@ def test_workers_of_a_recipe_that_asks_cuda_at_its_import_train(
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_no_recipe_optimizer_or_command_asks_cuda_before_it_forks(tmp_path: Path) -> None:
-    assert {words[0] for words in COMMANDS} | OTHERS.keys() == app.COMMANDS.keys()
+    assert {words[0] for words in COMMANDS} | OTHERS.keys() == cli.COMMANDS.keys()
     recipes = {path.stem for path in REPOSITORY.glob("*/*/conf/recipe/*.yaml")}
     assert {word.partition("=")[2] for row in BUILDS for words in row for word in words if "recipe=" in word} == recipes
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from worldsize.app import remove_leftovers
+from worldsize.cli import remove_leftovers
 from worldsize.world import scratch
 from worldsize.world.scratch import leftovers, private_folder, temporary_folder
 

@@ -23,10 +23,10 @@ from worldsize.core import BatchLauncher, LaunchMethod, Recipe
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.files import read_regular
 from worldsize.messages import printable
-from worldsize.records.redaction import missing, restore
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import RunView
-from worldsize.reproducibility.plugins import check_kept
+from worldsize.record.plugins import check_kept
+from worldsize.record.redaction import missing, restore
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import RunView
 from worldsize.strict_json import LARGEST
 from worldsize.world.environments import withheld_secrets
 

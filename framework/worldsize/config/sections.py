@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from worldsize.checkpoints.format import HYPERPARAMETERS
-from worldsize.checkpoints.retention import Retention
+from worldsize.checkpoint.format import HYPERPARAMETERS
+from worldsize.checkpoint.retention import Retention
 from worldsize.core import HealthLimits, Listener, is_split, metric_key, split_of
 from worldsize.data.shuffle import Shuffle
 from worldsize.errors import ConfigError, neighbours

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from worldsize.checkpoints.retention import Retention
+from worldsize.checkpoint.retention import Retention
 from worldsize.config.cluster import cluster_of
 from worldsize.config.instantiate import Allowed, build, check_node, check_targets
 from worldsize.config.remembering import check_remembers
@@ -53,12 +53,12 @@ from worldsize.core import (
     split_of,
 )
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.engine.averaging import WeightAverage
-from worldsize.engine.early_stopping import EarlyStopping
-from worldsize.engine.faults import Faults
-from worldsize.engine.fit import LoopConfig
-from worldsize.engine.initial_weights import InitialWeights
-from worldsize.reproducibility.determinism import Determinism
+from worldsize.record.determinism import Determinism
+from worldsize.train.averaging import WeightAverage
+from worldsize.train.early_stopping import EarlyStopping
+from worldsize.train.faults import Faults
+from worldsize.train.fit import LoopConfig
+from worldsize.train.initial_weights import InitialWeights
 from worldsize.world.roles import heals
 
 AnyLauncher = Launcher | AgentLauncher | BatchLauncher

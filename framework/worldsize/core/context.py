@@ -39,7 +39,7 @@ class CheckpointSource(Protocol):
 
 
 class FaultPoints(Protocol):
-    """Points at which the configuration may inject a fault, see :mod:`worldsize.engine.faults`."""
+    """Points at which the configuration may inject a fault, see :mod:`worldsize.train.faults`."""
 
     def enter(self, step: int) -> None:
         """Report that this process begins or resumes ``step`` (from 1)."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from worldsize.core import ConfigError
 from worldsize.data.fetch import is_iterable
 from worldsize.data.order import Order, own_order
-from worldsize.reproducibility.seeds import stream
+from worldsize.record.seeds import stream
 
 Lengths = Any  # a tensor or an array [samples], or whatever has the lengths of chosen ones when it is indexed with them
 _POOL = 32  # steps whose samples are dealt together

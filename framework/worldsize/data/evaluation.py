@@ -16,7 +16,7 @@ from worldsize.data.batches import to_device
 from worldsize.data.fetch import Collate, fetch, is_iterable
 from worldsize.data.source import Source, count_skipped
 from worldsize.data.storage.byte_files import SampleError
-from worldsize.reproducibility.seeds import stream
+from worldsize.record.seeds import stream
 
 
 class _Loaded(NamedTuple):

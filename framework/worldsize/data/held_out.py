@@ -17,7 +17,7 @@ from worldsize.data.lengths import LookedUpLengths
 from worldsize.data.order import own_order
 from worldsize.data.permutation import shuffled
 from worldsize.data.source import Source, with_stand_ins
-from worldsize.reproducibility.seeds import stream
+from worldsize.record.seeds import stream
 
 _GROUP = 1000  # samples, of each of which the same share is held out
 

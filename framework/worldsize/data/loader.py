@@ -19,7 +19,7 @@ from worldsize.data.fetch import Collate, fetch, is_iterable
 from worldsize.data.order import Order
 from worldsize.data.streams import TrainingStream
 from worldsize.data.worker_loader import Request, WorkerLoader, loaded, loaded_by
-from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.record.seeds import seed_generators, stream
 
 _CPU = torch.device("cpu")
 

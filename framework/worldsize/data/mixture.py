@@ -24,7 +24,7 @@ from worldsize.data.permutation import enciphered
 from worldsize.data.shuffle import Shuffle
 from worldsize.data.source import Source
 from worldsize.errors import neighbours
-from worldsize.reproducibility.seeds import stream
+from worldsize.record.seeds import stream
 
 _BLOCK = 1 << 16  # places; in each, a source has the same number of them
 Numbers = NDArray[numpy.int64]

@@ -16,7 +16,7 @@ from torch import Tensor
 from worldsize.core import ConfigError, Dealing
 from worldsize.data.shuffle import Shuffle
 from worldsize.data.source import Transformed
-from worldsize.reproducibility.seeds import stream
+from worldsize.record.seeds import stream
 
 
 class OwnOrder(ABC):

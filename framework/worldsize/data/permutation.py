@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worldsize.reproducibility.seeds import stream
+from worldsize.record.seeds import stream
 
 ORDER = 3
 """The version of the order of samples, which a seed alone decides; another one draws other samples."""

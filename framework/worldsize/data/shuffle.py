@@ -12,7 +12,7 @@ from torch import Tensor
 
 from worldsize.core import Range
 from worldsize.data.permutation import permuted, permuted_at
-from worldsize.reproducibility.seeds import stream
+from worldsize.record.seeds import stream
 
 Numbers = NDArray[numpy.int64]
 

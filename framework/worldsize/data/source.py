@@ -18,7 +18,7 @@ from worldsize.data.storage.byte_files import ByteFile, SampleError, digests
 from worldsize.data.storage.cache import Cache
 from worldsize.data.storage.open_files import is_url, open_files
 from worldsize.data.storage.read_counts import COUNTS
-from worldsize.reproducibility.seeds import stream
+from worldsize.record.seeds import stream
 
 _logger = logging.getLogger(__name__)
 _TRIES = 1000  # samples that may be bad, of those that could stand in for one

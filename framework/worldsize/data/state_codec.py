@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from worldsize.checkpoints.shards import DTYPES
+from worldsize.checkpoint.shards import DTYPES
 from worldsize.errors import CheckpointError, ConfigError
 from worldsize.strict_json import parse
 

@@ -16,15 +16,15 @@ from torch._C._distributed_c10d import TCPStore
 
 from worldsize.core import Failure, Job, Launcher, Outcome, Plan
 from worldsize.errors import FirstHostLostError
-from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
 from worldsize.launch.gang import Gang
-from worldsize.launch.handshake import Message
 from worldsize.launch.lost_link import LossPolicy
-from worldsize.launch.mailbox import Mailbox
 from worldsize.launch.meeting import Door
 from worldsize.launch.node import NodeLauncher, Rendezvous, health_processes, start_process
 from worldsize.launch.outpost import Outpost
 from worldsize.launch.remote import RemoteHosts
+from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
+from worldsize.net.handshake import Message
+from worldsize.net.mailbox import Mailbox
 from worldsize.world.environments import Node
 from worldsize.world.interfaces import address_towards, interface_of
 from worldsize.world.interfaces import variables as network_variables

@@ -14,7 +14,7 @@ from typing import Self, final
 
 from worldsize.core import Autoscaler, GangState, Plan, WorldsizeError
 from worldsize.launch.control import request
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory
 from worldsize.world.fork import ready_to_fork
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NotRequired, TypedDict, final
 
 from worldsize.core import Failure, Outcome
-from worldsize.records.flight import hang_report
+from worldsize.record.flight import hang_report
 from worldsize.world.heartbeat import Beat
 from worldsize.world.preemption import PREEMPTED
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import ClassVar, final
 
-from worldsize.records.run_directory import is_missing
+from worldsize.record.run_directory import is_missing
 
 
 @final

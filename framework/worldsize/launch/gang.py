@@ -21,7 +21,7 @@ from worldsize.launch.interruption import Abort, Signals
 from worldsize.launch.members import Member, Members
 from worldsize.launch.membership_server import MembershipServer
 from worldsize.launch.resize import Resize
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory
 
 
 @final

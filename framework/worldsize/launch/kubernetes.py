@@ -16,8 +16,8 @@ from worldsize.files import read_regular
 from worldsize.launch.image_launcher import ImageLauncher
 from worldsize.launch.names import job_name
 from worldsize.launch.node import NodeLauncher
-from worldsize.launch.run_key import read_key, write_key
 from worldsize.launch.templates import filled
+from worldsize.net.run_key import read_key, write_key
 from worldsize.strict_json import LARGEST
 
 _RUN_FILES = "/etc/worldsize/run"

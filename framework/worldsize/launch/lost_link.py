@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import final
 
 from worldsize.errors import FirstHostLostError, WorldsizeError
-from worldsize.launch.agent_connection import AgentConnection
-from worldsize.records.lock import is_locked
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import view
+from worldsize.net.agent_connection import AgentConnection
+from worldsize.record.lock import is_locked
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import view
 
 _logger = logging.getLogger(__name__)
 

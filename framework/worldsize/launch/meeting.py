@@ -10,13 +10,13 @@ from collections.abc import Callable, Generator
 from typing import Self, final
 
 from worldsize.errors import WorldsizeError
-from worldsize.launch.admission import Admission
-from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
-from worldsize.launch.bounded_io import receive_exactly
-from worldsize.launch.handshake import Message, MessageSeal, NotOfThisRunError, Turn, follow
-from worldsize.launch.mailbox import Mailbox
-from worldsize.launch.run_key import RunKey
 from worldsize.messages import CONFIG_ERROR
+from worldsize.net.admission import Admission
+from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
+from worldsize.net.bounded_io import receive_exactly
+from worldsize.net.handshake import Message, MessageSeal, NotOfThisRunError, Turn, follow
+from worldsize.net.mailbox import Mailbox
+from worldsize.net.run_key import RunKey
 from worldsize.world.environments import Node
 from worldsize.world.interfaces import address_towards
 

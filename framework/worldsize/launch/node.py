@@ -25,7 +25,7 @@ from worldsize.launch.membership_server import MembershipServer
 from worldsize.launch.remote import RemoteHosts
 from worldsize.launch.terminal import Terminal, size_of
 from worldsize.observe.health.process import HealthProcess
-from worldsize.records.run_directory import RunDirectory, make_folder_of
+from worldsize.record.run_directory import RunDirectory, make_folder_of
 from worldsize.world.environments import Node, Placement
 from worldsize.world.fork import leave_bad_fork, ready_to_fork
 from worldsize.world.interfaces import variables

@@ -9,11 +9,11 @@ from dataclasses import astuple
 from multiprocessing.connection import wait
 from typing import Any, final
 
-from worldsize.launch.agent_connection import AgentConnection
-from worldsize.launch.handshake import Message
 from worldsize.launch.interruption import Signals
-from worldsize.launch.mailbox import Mailbox
 from worldsize.launch.members import Member
+from worldsize.net.agent_connection import AgentConnection
+from worldsize.net.handshake import Message
+from worldsize.net.mailbox import Mailbox
 from worldsize.world.heartbeat import Beat
 from worldsize.world.membership import receive, send
 

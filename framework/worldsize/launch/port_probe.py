@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Self, final
 
-from worldsize.launch.bounded_io import receive_line
+from worldsize.net.bounded_io import receive_line
 
 _PATIENCE = 3.0  # seconds
 _AT_ONCE = 32

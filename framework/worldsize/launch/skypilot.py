@@ -18,8 +18,8 @@ from worldsize.core.launcher import cluster_option
 from worldsize.launch.image_launcher import ImageLauncher
 from worldsize.launch.names import job_name
 from worldsize.launch.node import NodeLauncher
-from worldsize.launch.run_key import write_key
 from worldsize.launch.templates import filled
+from worldsize.net.run_key import write_key
 from worldsize.world.preemption import PREEMPTED
 
 _logger = logging.getLogger(__name__)

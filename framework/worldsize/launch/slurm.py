@@ -21,9 +21,9 @@ from worldsize.core.limits import Form
 from worldsize.errors import MissingProgramError, WorldsizeError
 from worldsize.launch.image_launcher import ImageLauncher
 from worldsize.launch.node import NodeLauncher
-from worldsize.launch.run_key import write_key
 from worldsize.launch.templates import filled
 from worldsize.messages import FIRST_LOST
+from worldsize.net.run_key import write_key
 from worldsize.world.environments import job_of
 from worldsize.world.roles import heals
 

@@ -17,9 +17,9 @@ from worldsize.config.search_path import bundle
 from worldsize.core import AgentLauncher, Cluster, ConfigError, Job, Plan, Range
 from worldsize.core.launcher import cluster_option
 from worldsize.launch.node import NodeLauncher
-from worldsize.launch.run_key import write_key
 from worldsize.launch.ssh_job import Lineup, Revival, SshAgent, SshJob, Succession
-from worldsize.records.run_directory import RunDirectory
+from worldsize.net.run_key import write_key
+from worldsize.record.run_directory import RunDirectory
 from worldsize.world.roles import fewest, heals
 
 _VANISHED = 24  # exit code of rsync: a file was gone when it was to be copied, such as that of an editor

@@ -15,8 +15,8 @@ from functools import partial
 from typing import IO, final
 
 from worldsize.core import Failure, Job, Outcome
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import look
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import look
 from worldsize.world.preemption import SIGNALS, handled, note
 
 _logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from worldsize.collectives.exact import Sums, gather_tensors, reduce_metrics
 from worldsize.core import ConfigError, EvaluationBatch, Recipe, StateReduction, World
+from worldsize.dist.exact import Sums, gather_tensors, reduce_metrics
 
 _COMBINED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,

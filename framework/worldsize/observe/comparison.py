@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from worldsize.messages import printable
-from worldsize.reproducibility.compare import Comparison, Divergence
+from worldsize.record.compare import Comparison, Divergence
 
 _COLOURS = {"bitwise identical": "bold green", "within tolerance": "bold yellow", "different": "bold red"}
 _SHOWN = 20  # number of tensors shown, the most divergent first

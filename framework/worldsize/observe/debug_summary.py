@@ -12,8 +12,8 @@ from typing import Any
 from worldsize.files import open_regular
 from worldsize.messages import printable
 from worldsize.observe.nccl_log import NcclLog, parse_nccl
-from worldsize.records.flight import collectives_file, collectives_of
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.flight import collectives_file, collectives_of
+from worldsize.record.run_directory import RunDirectory
 from worldsize.spans import named
 
 _FILES = 1024  # most files of one kind that are read

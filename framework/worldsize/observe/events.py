@@ -23,8 +23,8 @@ from worldsize.core import (
 )
 from worldsize.messages import duration
 from worldsize.observe.health.rows import described_alert
-from worldsize.records.attempt import FAILURE, failure_text
-from worldsize.records.json_lines import Row
+from worldsize.record.attempt import FAILURE, failure_text
+from worldsize.record.json_lines import Row
 
 _logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from rich.progress import Progress as Bar
 from worldsize.core import split_of
 from worldsize.files import is_file
 from worldsize.messages import duration, printable
-from worldsize.records.json_lines import complete_lines, row_of
-from worldsize.records.metrics import EvaluationRow, JsonNumber, MetricRow, StepRow, is_metric
+from worldsize.record.json_lines import complete_lines, row_of
+from worldsize.record.metrics import EvaluationRow, JsonNumber, MetricRow, StepRow, is_metric
 
 _INTERVAL = 0.1  # seconds between reads of the file
 _PLAIN_EVERY = 2.0  # seconds between lines without a terminal

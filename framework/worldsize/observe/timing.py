@@ -10,12 +10,12 @@ from typing import final
 
 import torch
 
-from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import Event, MembershipChanged, RunEnded, RunFailed, RunStarted, StepDone
 from worldsize.data.storage.read_counts import COUNTS
-from worldsize.records.json_lines import drop_lines
-from worldsize.records.metrics import is_timing
-from worldsize.records.run_directory import RunDirectory, make_folder_of
+from worldsize.dist.step_timer import StepTimer
+from worldsize.record.json_lines import drop_lines
+from worldsize.record.metrics import is_timing
+from worldsize.record.run_directory import RunDirectory, make_folder_of
 from worldsize.strict_json import strict
 
 

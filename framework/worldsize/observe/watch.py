@@ -24,10 +24,10 @@ from worldsize.observe.health.words import table_of
 from worldsize.observe.progress import Tail, by_split, figures, remaining
 from worldsize.observe.report.read import number
 from worldsize.observe.report.svg import plain
-from worldsize.records.attempt import FAILURE, Attempt, failure_text
-from worldsize.records.json_lines import Row, row_of
-from worldsize.records.metrics import EvaluationRow, MetricRow, StepRow, TimingRow, is_metric, is_timing
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.attempt import FAILURE, Attempt, failure_text
+from worldsize.record.json_lines import Row, row_of
+from worldsize.record.metrics import EvaluationRow, MetricRow, StepRow, TimingRow, is_metric, is_timing
+from worldsize.record.run_directory import RunDirectory
 
 _EVENTS = 6  # the last ones
 _RANKS = 16  # the slowest, if there are more

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from worldsize.collectives.exact import start_all_gather
 from worldsize.core import World
+from worldsize.dist.exact import start_all_gather
 from worldsize.strategies.loss_record import LossRecord, forms_differ
 from worldsize.strategies.loss_weights import fp16_share
 

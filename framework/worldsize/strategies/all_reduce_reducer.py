@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.gathered import gathered_mean
 from worldsize.core import MicroBatch, StateDict
+from worldsize.dist.gathered import gathered_mean
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer, without_sync
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.step_buffers import BufferMean
@@ -51,7 +51,7 @@ class BucketHook(ABC):
 
 @final
 class GatherHook(BucketHook):
-    """Gathers buckets and sums them everywhere, see :mod:`worldsize.collectives.gathered`: for small models on CPUs."""
+    """Gathers buckets and sums them everywhere, see :mod:`worldsize.dist.gathered`: for small models on CPUs."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group

@@ -1,6 +1,6 @@
 """DDP hook for hierarchical and compressed gradients.
 
-See :mod:`worldsize.collectives.reductions` and :mod:`worldsize.collectives.sparse`.
+See :mod:`worldsize.dist.reductions` and :mod:`worldsize.dist.sparse`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.per_rank import local_row, stack_per_rank
-from worldsize.collectives.reductions import all_reduced, hierarchical
-from worldsize.collectives.staged import Phases, Staged
-from worldsize.collectives.summation import Summation
 from worldsize.core import StateDict, World
-from worldsize.reproducibility.seeds import stream
+from worldsize.dist.per_rank import local_row, stack_per_rank
+from worldsize.dist.reductions import all_reduced, hierarchical
+from worldsize.dist.staged import Phases, Staged
+from worldsize.dist.summation import Summation
+from worldsize.record.seeds import stream
 from worldsize.strategies.all_reduce_reducer import BucketHook
 from worldsize.strategies.tiers import Tiers
 

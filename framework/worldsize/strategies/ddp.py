@@ -12,8 +12,6 @@ from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from worldsize.collectives.broadcast import make_equal
-from worldsize.collectives.step_timer import time_buffers
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -31,6 +29,8 @@ from worldsize.core import (
     World,
 )
 from worldsize.core.limits import MEBIBYTES
+from worldsize.dist.broadcast import make_equal
+from worldsize.dist.step_timer import time_buffers
 from worldsize.strategies.calling_root import CallingRoot
 from worldsize.strategies.ddp_cost import ddp_cost, gathering
 from worldsize.strategies.gradient_reducer import GradientReducer

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from worldsize.collectives.gathered import LARGEST
 from worldsize.core import Cluster, Cost, Reduction, Workload
-from worldsize.cost.cluster import (
+from worldsize.dist.cost.cluster import (
     across,
     all_gather_all_seconds,
     all_reduce_seconds,
@@ -19,7 +18,8 @@ from worldsize.cost.cluster import (
     ring_share,
     whole_bytes,
 )
-from worldsize.cost.collectives import bucketed_exposed_seconds
+from worldsize.dist.cost.collectives import bucketed_exposed_seconds
+from worldsize.dist.gathered import LARGEST
 
 # bytes relative to float32; those of PowerSGD depend on the shapes of matrices
 SIZES = {"bf16": 0.5, "fp16": 0.5, "int8": 0.25 + 1 / 1024}
@@ -32,7 +32,7 @@ def ddp_cost(
 
     ``compress`` saves bytes on all links, or with ``reduce="hierarchical"`` only between nodes; ``density`` is the
     share of the numbers that "topk" and "randomk" send. Small gradients on CPUs are gathered rather than reduced, see
-    :mod:`worldsize.collectives.gathered`.
+    :mod:`worldsize.dist.gathered`.
     """
     sums = _Sums(work.parameter_bytes, cluster, reduce, compress, density)
     payload = work.parameter_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from worldsize.checkpoints.tree import split
+from worldsize.checkpoint.tree import split
 from worldsize.strategies.optimizer_trial import Trial, part_of, same
 from worldsize.strategies.train_state import extra_state
 

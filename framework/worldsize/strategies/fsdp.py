@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
-from worldsize.collectives.connecting import connect
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -31,6 +30,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.devices import backend_for
+from worldsize.dist.connecting import connect
 from worldsize.strategies.alone import alone
 from worldsize.strategies.assigned_weights import carry_assignments
 from worldsize.strategies.calling_root import CallingRoot

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import final
 
 from worldsize.core import Cluster, Cost, Workload
-from worldsize.cost.cluster import across, ring_share, slowest, spanned
-from worldsize.cost.collectives import all_gather_seconds, divided, exposed_seconds, ring_all_reduce_seconds
 from worldsize.devices import backend_for
+from worldsize.dist.cost.cluster import across, ring_share, slowest, spanned
+from worldsize.dist.cost.collectives import all_gather_seconds, divided, exposed_seconds, ring_all_reduce_seconds
 
 
 @final

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adagrad, Optimizer
 
-from worldsize.collectives.per_rank import local, sharded_like
+from worldsize.dist.per_rank import local, sharded_like
 from worldsize.optimizers.names import all_parameters
 from worldsize.strategies.optimizer_checks import ELEMENTWISE
 from worldsize.strategies.step_hooks import StrategyHook, enclose_steps, recipe_hooks

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from worldsize.collectives.per_rank import local
-from worldsize.collectives.step_timer import phase
 from worldsize.core import Dealing
+from worldsize.dist.per_rank import local
+from worldsize.dist.step_timer import phase
 
 
 def weight_factor(

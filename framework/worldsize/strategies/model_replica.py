@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from worldsize.checkpoints.tree import split
+from worldsize.checkpoint.tree import split
 from worldsize.core import EvaluationBatch, Precision, Recipe, Replica, RunContext, StateDict
 from worldsize.metrics.collector import MetricCollector
 from worldsize.optimizers.schedule_free import evaluated_weights
-from worldsize.reproducibility.seeds import generators_kept, seed_generators
+from worldsize.record.seeds import generators_kept, seed_generators
 from worldsize.strategies.agreed_losses import AgreedLosses
 from worldsize.strategies.compiled import COMPILATIONS
 from worldsize.strategies.declared_buffers import declare_buffers

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from worldsize.collectives.broadcast import make_equal
-from worldsize.collectives.ordered import summation_tree
-from worldsize.collectives.step_timer import phase
 from worldsize.core import ConfigError, MicroBatch, MultiUpdateRecipe, Recipe, Reduction, RunContext, StepResult
+from worldsize.dist.broadcast import make_equal
+from worldsize.dist.ordered import summation_tree
+from worldsize.dist.step_timer import phase
 from worldsize.strategies.gradient_hooks import GradientHooks
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, step_metrics

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.lr_scheduler import LRScheduler
 
-from worldsize.checkpoints.tree import split
+from worldsize.checkpoint.tree import split
 from worldsize.core import ConfigError, Recipe, Reduction
 from worldsize.errors import CheckpointError
 from worldsize.optimizers.refused import special

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from worldsize.checkpoints.tree import split
+from worldsize.checkpoint.tree import split
 from worldsize.core import MultiUpdateRecipe, Recipe, StateDict
 from worldsize.optimizers.names import all_parameters
-from worldsize.reproducibility.seeds import generators_kept
+from worldsize.record.seeds import generators_kept
 from worldsize.strategies.multi_train_state import optimizers_of
 from worldsize.strategies.step_hooks import enclose_steps, without_recipe_hooks
 from worldsize.strategies.substitution import substituted

@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.ordered import Counter, Tree, reduce_ordered, sum_level
-from worldsize.collectives.staged import Phases, Staged
 from worldsize.core import MicroBatch
+from worldsize.dist.ordered import Counter, Tree, reduce_ordered, sum_level
+from worldsize.dist.staged import Phases, Staged
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer, taken, without_sync
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.presence import Presence
@@ -26,7 +26,7 @@ from worldsize.strategies.unused_parameters import check_reduced
 
 @final
 class OrderedReducer(GradientReducer):
-    """Sums in the fixed tree of :mod:`worldsize.collectives.ordered`: every world size computes the same bits.
+    """Sums in the fixed tree of :mod:`worldsize.dist.ordered`: every world size computes the same bits.
 
     Across processes it is a communication hook: buckets are exchanged while the last backward pass runs. The assignment
     of parameters to buckets does not matter, since each element is summed separately.

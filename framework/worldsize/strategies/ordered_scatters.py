@@ -1,4 +1,4 @@
-"""The fixed tree of :mod:`worldsize.collectives.ordered` as reduce-scatters of a model sharded by ``fully_shard``."""
+"""The fixed tree of :mod:`worldsize.dist.ordered` as reduce-scatters of a model sharded by ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from worldsize.collectives.ordered import Counter, Tree, sum_level
-from worldsize.collectives.step_timer import wait
 from worldsize.core import Dealing
+from worldsize.dist.ordered import Counter, Tree, sum_level
+from worldsize.dist.step_timer import wait
 
 
 @final

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from worldsize.collectives.step_timer import phase, started, wait
 from worldsize.core import World
+from worldsize.dist.step_timer import phase, started, wait
 from worldsize.optimizers.names import all_parameters
 from worldsize.strategies.step_hooks import enclose_steps
 

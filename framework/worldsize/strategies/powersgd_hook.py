@@ -13,9 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.per_rank import local_row, stack_per_rank
-from worldsize.collectives.step_timer import phase
 from worldsize.core import StateDict, World
+from worldsize.dist.per_rank import local_row, stack_per_rank
+from worldsize.dist.step_timer import phase
 from worldsize.strategies.all_reduce_reducer import BucketHook
 from worldsize.strategies.tiers import Tiers
 

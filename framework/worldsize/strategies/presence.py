@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from worldsize.collectives.step_timer import started, wait
+from worldsize.dist.step_timer import started, wait
 
 
 @final

@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.codecs import CODECS
-from worldsize.collectives.gathered import is_small
-from worldsize.collectives.reductions import Encoded
-from worldsize.collectives.sparse import RandomK, TopK
-from worldsize.collectives.summation import Summation
 from worldsize.core import Reduction, World
+from worldsize.dist.codecs import CODECS
+from worldsize.dist.gathered import is_small
+from worldsize.dist.reductions import Encoded
+from worldsize.dist.sparse import RandomK, TopK
+from worldsize.dist.summation import Summation
 from worldsize.strategies.all_reduce_reducer import AllReduceReducer, GatherHook
 from worldsize.strategies.compressed_hook import CompressedHook
 from worldsize.strategies.gradient_reducer import GradientReducer

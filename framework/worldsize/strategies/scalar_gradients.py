@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from worldsize.collectives.ordered import Counter, Tree, reduce_ordered
-from worldsize.collectives.staged import finished
-from worldsize.collectives.step_timer import wait
 from worldsize.core import Dealing, Reduction
+from worldsize.dist.ordered import Counter, Tree, reduce_ordered
+from worldsize.dist.staged import finished
+from worldsize.dist.step_timer import wait
 from worldsize.strategies.presence import Presence
 
 
@@ -81,7 +81,7 @@ class _FlatScalars(ScalarGradients):
 
 @final
 class _OrderedScalars(ScalarGradients):
-    """Sums in the fixed tree of :mod:`worldsize.collectives.ordered`, with the bits of every other strategy."""
+    """Sums in the fixed tree of :mod:`worldsize.dist.ordered`, with the bits of every other strategy."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup, dealing: Dealing) -> None:
         self._tables, self._group, self._dealing = _by_dtype(parameters), group, dealing

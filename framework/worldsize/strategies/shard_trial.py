@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard  # of FSDP on top of tensor parallelism
 from torch.optim import Optimizer
 
-from worldsize.collectives.per_rank import local
 from worldsize.core import ConfigError, Recipe
+from worldsize.dist.per_rank import local
 from worldsize.optimizers.names import all_parameters
 from worldsize.strategies.optimizer_checks import ELEMENTWISE
 from worldsize.strategies.optimizer_trial import Trial, described

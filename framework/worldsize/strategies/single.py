@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from worldsize.core import Cluster, ConfigError, Cost, Recipe, Replica, Role, RunContext, Strategy, Workload
-from worldsize.cost.cluster import whole_bytes
+from worldsize.dist.cost.cluster import whole_bytes
 from worldsize.strategies.alone import alone
 
 

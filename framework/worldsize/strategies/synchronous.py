@@ -9,9 +9,9 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from worldsize.collectives.step_timer import backward, phase
 from worldsize.core import FeatureRecipe, MicroBatch, Recipe, RunContext, StepResult
-from worldsize.reproducibility.seeds import seed_generators
+from worldsize.dist.step_timer import backward, phase
+from worldsize.record.seeds import seed_generators
 from worldsize.strategies.buffer_combinations import StepShape
 from worldsize.strategies.calling_root import CallingRoot
 from worldsize.strategies.gathered_features import GatheredFeatures

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from worldsize.collectives.per_rank import zeros_like
+from worldsize.dist.per_rank import zeros_like
 from worldsize.strategies.parameter_changes import hook_count, hooked, switched
 from worldsize.strategies.presence import PresenceExchange
 

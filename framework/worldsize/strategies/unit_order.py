@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from worldsize.collectives.step_timer import started, wait
 from worldsize.core import ConfigError
+from worldsize.dist.step_timer import started, wait
 
 _END = -1  # the event after the last collective of a step
 _LOSS = -2  # the event after the last collective of a forward pass: others may follow that are of no unit

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worldsize.collectives.step_timer import phase
 from worldsize.core import ConfigError, Loss, LossOutput, MicroBatch, Update, World
+from worldsize.dist.step_timer import phase
 from worldsize.errors import neighbours
-from worldsize.reproducibility.seeds import GeneratorStates, seed_generators
+from worldsize.record.seeds import GeneratorStates, seed_generators
 from worldsize.strategies.loss_record import LossRecord, differentiable
 from worldsize.strategies.model_flags import ModelFlags
 

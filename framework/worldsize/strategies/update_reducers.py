@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from worldsize.collectives.gathered import LARGEST, gathered_mean
-from worldsize.collectives.ordered import Counter, Tree, reduce_ordered, sum_level
-from worldsize.collectives.staged import finished
-from worldsize.collectives.step_timer import phase
 from worldsize.core import MicroBatch, Reduction
+from worldsize.dist.gathered import LARGEST, gathered_mean
+from worldsize.dist.ordered import Counter, Tree, reduce_ordered, sum_level
+from worldsize.dist.staged import finished
+from worldsize.dist.step_timer import phase
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer, taken
 from worldsize.strategies.loss_record import LossRecord
 
@@ -64,7 +64,7 @@ class FlatUpdateReducer(GradientReducer):
 
 @final
 class OrderedUpdateReducer(GradientReducer):
-    """Sums in the fixed tree of :mod:`worldsize.collectives.ordered`: every world size computes the same bits."""
+    """Sums in the fixed tree of :mod:`worldsize.dist.ordered`: every world size computes the same bits."""
 
     @property
     def is_ordered(self) -> bool:

@@ -23,8 +23,8 @@ from worldsize.core import (
     World,
 )
 from worldsize.core.limits import MEBIBYTES
-from worldsize.cost.cluster import across, all_gather_all_seconds, all_reduce_seconds, ring_share
-from worldsize.cost.collectives import bucketed_exposed_seconds
+from worldsize.dist.cost.cluster import across, all_gather_all_seconds, all_reduce_seconds, ring_share
+from worldsize.dist.cost.collectives import bucketed_exposed_seconds
 from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import OnFailure, replicated, worker_roles
 from worldsize.strategies.multi_train_state import MultiTrainState, optimizers_of

@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from worldsize.checkpoints.load import newest, read_tensors
+from worldsize.checkpoint.load import newest, read_tensors
 from worldsize.core import ConfigError, Recipe, RunContext, Strategy
-from worldsize.planning.construction import check_construction, check_trainable
+from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.testing.cases import CASES
 from worldsize.testing.interrupted import CountingChain, changed_by_interruption
 from worldsize.testing.leaks import LOOPBACK, children, listening

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from worldsize.checkpoints.tree import split
+from worldsize.checkpoint.tree import split
 from worldsize.core import BufferRule, FaultPoints, MicroBatch, Recipe, Replica, RunContext, Strategy
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 from worldsize.core import Batch, ConfigError, Numerics, Recipe, RunContext, Strategy
 from worldsize.data.fetch import collate_of, fetch
 from worldsize.data.order import Order
-from worldsize.planning.construction import check_construction, check_trainable
+from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.testing.recipes import ByMetric
 from worldsize.testing.training import BATCH, SEED, cluster_with, run_in_roles, train
 

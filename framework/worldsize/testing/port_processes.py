@@ -24,11 +24,11 @@ from worldsize.core import (
 )
 from worldsize.data.fetch import collate_of
 from worldsize.data.loader import drawn
-from worldsize.engine.averaging import AveragedReplica
-from worldsize.planning.construction import check_construction, check_trainable
-from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.plan.construction import check_construction, check_trainable
+from worldsize.record.seeds import seed_generators, stream
 from worldsize.testing.port_runs import PortConfig, Trained, context_of, mean_of, steps_of, weights_of
 from worldsize.testing.worlds import gathered, run_in_worlds
+from worldsize.train.averaging import AveragedReplica
 from worldsize.world.scratch import temporary_folder
 
 

@@ -11,16 +11,16 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from worldsize.collectives.gather_full import gather_full
 from worldsize.core import Batch, Dealing, MicroBatch, Numerics, Recipe, Replica, RunContext, World
 from worldsize.data.fetch import collate_of
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.engine.averaging import AveragedReplica, WeightAverage
-from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.dist.gather_full import gather_full
+from worldsize.record.seeds import seed_generators, stream
 from worldsize.strategies.alone import alone, train_state_of
 from worldsize.strategies.closures import refuse_closures
 from worldsize.strategies.schedules import check_metric
+from worldsize.train.averaging import AveragedReplica, WeightAverage
 
 Reference = Callable[[nn.Module, Iterator[Batch]], Iterable[Any]]  # yields losses, and may return a model
 

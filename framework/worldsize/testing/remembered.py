@@ -9,16 +9,16 @@ from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
 
-from worldsize.checkpoints.tree import join, split
-from worldsize.collectives.gather_full import gather_full
-from worldsize.collectives.per_rank import local
+from worldsize.checkpoint.tree import join, split
 from worldsize.core import MicroBatch, Replica, RunContext, Strategy, TensorStyle
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.engine.fit import TrainingProgress
+from worldsize.dist.gather_full import gather_full
+from worldsize.dist.per_rank import local
 from worldsize.testing.interrupted import POINTS, InterruptedError, Interruption
 from worldsize.testing.loops import Loop
 from worldsize.testing.training import ALONE, BATCH, SEED, cluster_of
+from worldsize.train.fit import TrainingProgress
 from worldsize.worker.step_memory import SharedStep, StepMemory
 
 REMEMBERED_STEPS, _REPEATED = 6, 4

@@ -14,11 +14,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from worldsize.checkpoints.load import load, newest
-from worldsize.checkpoints.retention import Retention
-from worldsize.checkpoints.save import Saver
-from worldsize.collectives.gather_full import gather_full
-from worldsize.collectives.per_rank import local
+from worldsize.checkpoint.load import load, newest
+from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.save import Saver
 from worldsize.core import (
     CheckpointSource,
     Cluster,
@@ -38,12 +36,14 @@ from worldsize.data.evaluation import evaluation_batches
 from worldsize.data.fetch import collate_of, fetch
 from worldsize.data.loader import drawn, micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.engine.heap import Heap
+from worldsize.dist.gather_full import gather_full
+from worldsize.dist.per_rank import local
 from worldsize.testing.evaluation import evaluate
 from worldsize.testing.plain import plain_step
 from worldsize.testing.port_runs import mean_of
 from worldsize.testing.recipes import ByMetric, Chain
 from worldsize.testing.worlds import gathered, run_in_worlds
+from worldsize.train.heap import Heap
 from worldsize.worker.step_memory import StepMemory, writes_states
 from worldsize.world.roles import role_ranks
 from worldsize.world.scratch import temporary_folder

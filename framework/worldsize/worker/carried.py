@@ -11,16 +11,16 @@ from typing import Any, final
 
 from torch.distributed import ProcessGroup
 
-from worldsize.checkpoints.format import Checkpoint
-from worldsize.checkpoints.load import newest
-from worldsize.checkpoints.save import Saver
+from worldsize.checkpoint.format import Checkpoint
+from worldsize.checkpoint.load import newest
+from worldsize.checkpoint.save import Saver
 from worldsize.config.settings import Settings
 from worldsize.core import Evaluated, Event, Listener, RunStarted, StepDone, World
-from worldsize.engine.before_update import BeforeUpdate
-from worldsize.engine.fit import TrainingProgress
-from worldsize.records.run_directory import RunDirectory
-from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.seeds import seed_generators, stream
 from worldsize.strategies.deferred.model import state_follows
+from worldsize.train.before_update import BeforeUpdate
+from worldsize.train.fit import TrainingProgress
 from worldsize.worker.evaluation import EvaluationData
 from worldsize.worker.save_interval import SaveInterval
 from worldsize.world.heartbeat import Heartbeat

@@ -8,10 +8,10 @@ from typing import Any, Literal, final
 
 from torch import Tensor
 
-from worldsize.checkpoints.save import Saver
+from worldsize.checkpoint.save import Saver
 from worldsize.core import CheckpointFailed, CheckpointSaved, Emit, StateDict
-from worldsize.engine.agreement import Wishes
 from worldsize.errors import CheckpointError, SaveFailedError
+from worldsize.train.agreement import Wishes
 from worldsize.worker.save_interval import SaveInterval
 
 

@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
-from worldsize.checkpoints.format import Checkpoint, read
-from worldsize.checkpoints.load import load, newest
+from worldsize.checkpoint.format import Checkpoint, read
+from worldsize.checkpoint.load import load, newest
 from worldsize.config.settings import Settings
 from worldsize.core import (
     CheckpointSource,
@@ -28,7 +28,7 @@ from worldsize.core import (
 from worldsize.data.fetch import collate_of, is_iterable
 from worldsize.data.loader import drawn
 from worldsize.observe.timing import Timing, UnitTimes
-from worldsize.records.run_directory import RunDirectory, private
+from worldsize.record.run_directory import RunDirectory, private
 from worldsize.worker.evaluation import EvaluationData
 from worldsize.world.environments import Placement
 from worldsize.world.heartbeat import Heartbeat

@@ -11,18 +11,18 @@ from typing import Any, final
 
 import torch
 
-from worldsize.checkpoints.format import read
-from worldsize.checkpoints.load import load
+from worldsize.checkpoint.format import read
+from worldsize.checkpoint.load import load
 from worldsize.config.sections import TrainingConfig
 from worldsize.config.settings import Settings
 from worldsize.core import EvaluationBatch, EvaluationBatches, Replica, World, metric_key, split_of
 from worldsize.data.evaluation import evaluation_batches
 from worldsize.data.fetch import collate_of, is_iterable
-from worldsize.engine.averaging import evaluate_all
-from worldsize.engine.early_stopping import value_of
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import write_result
-from worldsize.reproducibility.seeds import generators_kept, seed_generators, stream
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import write_result
+from worldsize.record.seeds import generators_kept, seed_generators, stream
+from worldsize.train.averaging import evaluate_all
+from worldsize.train.early_stopping import value_of
 
 
 @final

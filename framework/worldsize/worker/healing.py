@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from worldsize.checkpoints.peers import receive_state, send_state
-from worldsize.collectives.connecting import connect
-from worldsize.collectives.interruption import INTERRUPTION
+from worldsize.checkpoint.peers import receive_state, send_state
 from worldsize.config.learning_rate import update_samples
 from worldsize.config.settings import Settings
 from worldsize.core import Event, Listener, MembershipChanged, Replica, StepDone, World
 from worldsize.devices import backend_for
-from worldsize.engine.before_update import BeforeUpdate
-from worldsize.engine.fit import TrainingProgress
-from worldsize.records.run_directory import RunDirectory
+from worldsize.dist.connecting import connect
+from worldsize.dist.interruption import INTERRUPTION
+from worldsize.record.run_directory import RunDirectory
 from worldsize.strategies.deferred.model import state_follows
+from worldsize.train.before_update import BeforeUpdate
+from worldsize.train.fit import TrainingProgress
 from worldsize.worker.carried import Carried
 from worldsize.worker.left_groups import LEFT_GROUPS
 from worldsize.worker.listeners import global_listeners

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from worldsize.core import Evaluated, Event, RunStarted, StepDone
-from worldsize.records.metrics import last_metrics
+from worldsize.record.metrics import last_metrics
 
 
 @final

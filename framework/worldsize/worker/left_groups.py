@@ -12,7 +12,7 @@ from typing import final
 
 from torch.distributed import ProcessGroup, Work
 
-from worldsize.collectives.interruption import INTERRUPTION
+from worldsize.dist.interruption import INTERRUPTION
 from worldsize.world.world import existing_groups
 
 _Left = list[tuple[list[Work], list[ProcessGroup]]]  # of each membership: what goes on, and all groups

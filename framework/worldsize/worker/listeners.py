@@ -10,9 +10,9 @@ from worldsize.observe.events import EventLog
 from worldsize.observe.health.files import AlertNews
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing
-from worldsize.records.metrics import JsonLines
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import view
+from worldsize.record.metrics import JsonLines
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import view
 from worldsize.world.preemption import Preemption
 from worldsize.world.roles import role_of
 from worldsize.world.world import gang_of

@@ -24,19 +24,19 @@ from worldsize.config.settings import Settings
 from worldsize.core import Failure, Listener, Outcome, Replica, RunContext, RunFailed, TransportFellBack, World
 from worldsize.data.data_wait import DataWaitError
 from worldsize.devices import backend_names
-from worldsize.engine.averaging import AveragedReplica
-from worldsize.engine.before_update import BeforeUpdate
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.files import read_regular
 from worldsize.messages import show_messages
 from worldsize.observe.health.process import HealthProcess
 from worldsize.observe.transport import audit, listen_to_nccl, nccl_log, transport_warning, write
-from worldsize.records.redaction import Scrubber, process_scrubber
-from worldsize.records.run_directory import RunDirectory, make_folder_of, writing
-from worldsize.records.run_record import opened
-from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.record.redaction import Scrubber, process_scrubber
+from worldsize.record.run_directory import RunDirectory, make_folder_of, writing
+from worldsize.record.run_record import opened
+from worldsize.record.seeds import seed_generators, stream
 from worldsize.strategies.deferred.model import state_follows
 from worldsize.strict_json import LARGEST, parse
+from worldsize.train.averaging import AveragedReplica
+from worldsize.train.before_update import BeforeUpdate
 from worldsize.worker.carried import Carried
 from worldsize.worker.context import context_of
 from worldsize.worker.evaluation import evaluate_alone

@@ -14,10 +14,10 @@ from torch.distributed import ProcessGroup
 
 from worldsize.config.settings import Settings
 from worldsize.core import Emit, SaveIntervalChanged
-from worldsize.cost.checkpoints import chosen_seconds, longest_seconds, mtbf_seconds
-from worldsize.records.attempt import Attempt
-from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import view
+from worldsize.dist.cost.checkpoints import chosen_seconds, longest_seconds, mtbf_seconds
+from worldsize.record.attempt import Attempt
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import view
 
 _FIRST = 10  # steps before the first save of a run whose failures are declared, or that has failed
 _NEVER = 2**62  # steps before that of other runs: they save once it is overdue

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import final
 
-from worldsize.checkpoints.copies import Generation, ShardCopies
-from worldsize.checkpoints.pieces import Layout, Place
-from worldsize.checkpoints.recovery import Recovery, handed_over
+from worldsize.checkpoint.copies import Generation, ShardCopies
+from worldsize.checkpoint.pieces import Layout, Place
+from worldsize.checkpoint.recovery import Recovery, handed_over
 from worldsize.core import Replica, World
-from worldsize.engine.fit import LoopConfig, TrainingProgress
-from worldsize.records.metrics import last_row
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.metrics import last_row
+from worldsize.record.run_directory import RunDirectory
+from worldsize.train.fit import LoopConfig, TrainingProgress
 from worldsize.worker.carried import Carried
 from worldsize.world.environments import host_name
 from worldsize.world.membership import NEWCOMER

@@ -8,7 +8,7 @@ from typing import final
 from worldsize.core import Emit, Event, RunStarted, StepDone, Straggling, World
 from worldsize.observe.slow_links import slow_link_search
 from worldsize.observe.stragglers import Straggler, Stragglers
-from worldsize.planning.doctor.edges import measured
+from worldsize.plan.doctor.edges import measured
 from worldsize.worker.probe import network_edges
 from worldsize.world.world import places
 

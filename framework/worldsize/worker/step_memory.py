@@ -10,15 +10,15 @@ from typing import final
 import torch
 from torch import Tensor
 
-from worldsize.checkpoints.format import RECIPE_STATES, Checkpoint
-from worldsize.checkpoints.load import read_tensors
-from worldsize.collectives.exact import gather_tensors
+from worldsize.checkpoint.format import RECIPE_STATES, Checkpoint
+from worldsize.checkpoint.load import read_tensors
 from worldsize.config.remembering import check_resumes
 from worldsize.core import ConfigError, Recipe, Strategy, World, saves_state
 from worldsize.data.order import Order
 from worldsize.data.state_codec import decode, encode
-from worldsize.engine.fit import TrainingProgress
-from worldsize.engine.training_metrics import by_logical_rank
+from worldsize.dist.exact import gather_tensors
+from worldsize.train.fit import TrainingProgress
+from worldsize.train.training_metrics import by_logical_rank
 
 _logger = logging.getLogger(__name__)
 

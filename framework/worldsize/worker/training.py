@@ -14,10 +14,8 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor
 
-from worldsize.checkpoints.format import RECIPE_STATES, STREAMS, Checkpoint
-from worldsize.checkpoints.load import load, newest
-from worldsize.collectives.gather_full import use_full
-from worldsize.collectives.step_timer import StepTimer
+from worldsize.checkpoint.format import RECIPE_STATES, STREAMS, Checkpoint
+from worldsize.checkpoint.load import load, newest
 from worldsize.config.settings import Settings
 from worldsize.core import (
     ConfigError,
@@ -34,14 +32,16 @@ from worldsize.data.auto_workers import AutoWorkers
 from worldsize.data.fetch import collate_of, is_iterable
 from worldsize.data.loader import micro_batches
 from worldsize.data.streams import TrainingStream
-from worldsize.engine.fit import LoopCallbacks, TrainingProgress, fit
+from worldsize.dist.gather_full import use_full
+from worldsize.dist.step_timer import StepTimer
 from worldsize.observe.health.files import why_host_is_slow
 from worldsize.observe.profile import peak_device_bytes, traced
-from worldsize.records.metrics import evaluations, last_step, metrics_digest
-from worldsize.records.run_directory import RunDirectory, make_folder_of
-from worldsize.records.run_record import write_result
-from worldsize.reproducibility.digest import state_digest, tensor_digests
-from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.record.digest import state_digest, tensor_digests
+from worldsize.record.metrics import evaluations, last_step, metrics_digest
+from worldsize.record.run_directory import RunDirectory, make_folder_of
+from worldsize.record.run_record import write_result
+from worldsize.record.seeds import seed_generators, stream
+from worldsize.train.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.worker.carried import Carried
 from worldsize.worker.checkpointing import Checkpointing
 from worldsize.worker.evaluation import advance_schedules, evaluate_splits, try_evaluation

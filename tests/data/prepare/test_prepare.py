@@ -19,7 +19,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, trainers
 
-from worldsize.app import prepare as command
+from worldsize.cli import prepare as command
 from worldsize.data.prepare.folder import Preparation
 from worldsize.data.prepare.texts import TextFormat
 from worldsize.data.prepare.tokenizer import Tokenizer, dtype_of

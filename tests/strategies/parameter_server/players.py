@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from worldsize.core import MultiUpdateRecipe
 from worldsize.data.fetch import fetch
 from worldsize.data.order import Order
-from worldsize.reproducibility.seeds import seed_generators
+from worldsize.record.seeds import seed_generators
 
 SAMPLES, BATCH, SEED, NOISE, WIDTH = 96, 16, 3, 6, 24
 LIMIT = -5.0  # in step 2 the sum of the first of two micro-batches is less, that of the second is more

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.errors import ConfigError
+from worldsize.net.certificates import Credentials, create_authority, issue_certificate
+from worldsize.net.channel import Channel, LostError
+from worldsize.net.endpoints import address_of, connect, listen
+from worldsize.net.frames import HEADER_BYTES, LAYOUT, MAGIC, CommonOperation, Header, RefusedError, view
 from worldsize.strategies.parameter_server.mastership import SoleMastership
 from worldsize.strategies.parameter_server.operations import Fields, Operation
 from worldsize.strategies.parameter_server.push_receiver import PushReceiver
@@ -25,10 +29,6 @@ from worldsize.strategies.parameter_server.shard_master import ShardMaster
 from worldsize.strategies.parameter_server.shard_parameters import ShardParameters
 from worldsize.strategies.parameter_server.sharding import plan_shards
 from worldsize.strategies.train_state import TrainState
-from worldsize.transport.certificates import Credentials, create_authority, issue_certificate
-from worldsize.transport.channel import Channel, LostError
-from worldsize.transport.endpoints import address_of, connect, listen
-from worldsize.transport.frames import HEADER_BYTES, LAYOUT, MAGIC, CommonOperation, Header, RefusedError, view
 
 OPEN: list[Any] = []  # sockets and channels that the test has opened
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from worldsize.checkpoints.tree import join, split
+from worldsize.checkpoint.tree import join, split
 from worldsize.core import RowValues
+from worldsize.net.frames import RefusedError
 from worldsize.strategies.parameter_server.row_tables import RowGradients, RowRule, Rows, Table
 from worldsize.strategies.parameter_server.row_updates import update_of
 from worldsize.strategies.parameter_server.shard import Rule, Shard
@@ -22,7 +23,6 @@ from worldsize.strategies.parameter_server.step_gradients import Gradient, StepG
 from worldsize.strategies.parameter_server.unit_log import UnitLog
 from worldsize.strategies.schedules import Schedule
 from worldsize.strategies.train_state import TrainState
-from worldsize.transport.frames import RefusedError
 
 RANKS, DIM = 4, 3
 TABLE = Table("words.weight", 20, DIM, None, RowValues())

@@ -18,6 +18,10 @@ import torch
 from torch import nn
 
 from worldsize.messages import show_messages
+from worldsize.net.dialer import Dialer
+from worldsize.net.endpoints import address_of, listen
+from worldsize.net.frames import view
+from worldsize.net.registry import Registry
 from worldsize.strategies.parameter_server.mastership import RegisteredMastership
 from worldsize.strategies.parameter_server.operations import Operation, shard_service
 from worldsize.strategies.parameter_server.push_receiver import PushReceiver
@@ -29,10 +33,6 @@ from worldsize.strategies.parameter_server.shard_parameters import ShardParamete
 from worldsize.strategies.parameter_server.sharding import plan_shards
 from worldsize.strategies.parameter_server.standby import Succession
 from worldsize.strategies.train_state import TrainState
-from worldsize.transport.dialer import Dialer
-from worldsize.transport.endpoints import address_of, listen
-from worldsize.transport.frames import view
-from worldsize.transport.registry import Registry
 from worldsize.world.fork import ready_to_fork
 
 CELLS = 8

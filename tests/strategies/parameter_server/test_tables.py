@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from recipes.word2vec.recipe import Word2Vec
-from worldsize.checkpoints.format import read
-from worldsize.checkpoints.load import read_tensors
+from worldsize.checkpoint.format import read
+from worldsize.checkpoint.load import read_tensors
 from worldsize.data.loader import drawn
 from worldsize.data.order import Order
 from worldsize.strategies.parameter_server.row_tables import find_tables, initial_rows

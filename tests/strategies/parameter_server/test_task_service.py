@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
+from worldsize.net.channel import Channel
+from worldsize.net.frames import CommonOperation
 from worldsize.strategies.parameter_server.operations import Operation
 from worldsize.strategies.parameter_server.staleness import StalenessScheduler
 from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
 from worldsize.strategies.parameter_server.task_service import TaskService
-from worldsize.transport.channel import Channel
-from worldsize.transport.frames import CommonOperation
 
 
 def test_the_leading_server_does_not_end_before_its_workers_are_told() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.strategies.parameter_server import players
-from worldsize.checkpoints.load import newest, read_tensors
+from worldsize.checkpoint.load import newest, read_tensors
 from worldsize.core import World
 
 WORDS = ("recipe=players", f"seed={players.SEED}", "cluster.threads=1", "log_every=1", "evaluate_every=5")

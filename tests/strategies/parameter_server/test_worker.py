@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.core import EvaluationBatch, MicroBatch, RunContext, World
+from worldsize.net.channel import LostError
+from worldsize.net.dialer import Dialer
 from worldsize.strategies.parameter_server import task_loop, worker
 from worldsize.strategies.parameter_server.overlapped_push import OverlappedPush
 from worldsize.strategies.parameter_server.row_tables import RowRule
@@ -18,8 +20,6 @@ from worldsize.strategies.parameter_server.sharding import BucketKey, ShardingPl
 from worldsize.strategies.parameter_server.table_links import linked_model
 from worldsize.strategies.parameter_server.worker import Worker, WorkerOptions
 from worldsize.testing.recipes import Chain
-from worldsize.transport.channel import LostError
-from worldsize.transport.dialer import Dialer
 
 # ---------------------------------------------------------------- pushes during the backward pass
 

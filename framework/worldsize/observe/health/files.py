@@ -18,8 +18,8 @@ from worldsize.files import open_regular
 from worldsize.observe.events import NODE_ALERT
 from worldsize.observe.health.rows import HealthRow, is_health, why_slow
 from worldsize.observe.progress import Tail
-from worldsize.records.json_lines import Row, complete_lines, row_of
-from worldsize.records.run_directory import RunDirectory, make_folder_of
+from worldsize.record.json_lines import Row, complete_lines, row_of
+from worldsize.record.run_directory import RunDirectory, make_folder_of
 from worldsize.strict_json import strict
 
 _LINES = 5000  # of a file of samples; then every second one is dropped

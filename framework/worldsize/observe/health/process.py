@@ -21,7 +21,7 @@ from worldsize.observe.events import EventLog
 from worldsize.observe.health.alerts import HealthAlerts
 from worldsize.observe.health.files import AlertFiles, HealthFile
 from worldsize.observe.health.rows import health_row
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory
 from worldsize.world.environments import host_name
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS

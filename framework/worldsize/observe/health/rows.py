@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, TypeGuard
 
-from worldsize.records.json_lines import Row, is_number
+from worldsize.record.json_lines import Row, is_number
 
 if TYPE_CHECKING:  # it imports psutil, which those who read these lines have no use for
     from worldsize.observe.health.counters import Counters

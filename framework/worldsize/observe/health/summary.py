@@ -11,7 +11,7 @@ from typing import final
 
 from worldsize.observe.health.files import last_samples, sample_files
 from worldsize.observe.health.rows import GpuRow, HealthRow, told
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory
 
 _INTERVAL = 20.0  # seconds between two looks at the files, for few nodes
 _PER_NODE = 0.05  # seconds that each node adds to that

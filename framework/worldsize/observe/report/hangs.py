@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from worldsize.observe.report.read import Record
-from worldsize.records.flight import HungProcess, hung_processes
+from worldsize.record.flight import HungProcess, hung_processes
 from worldsize.spans import named
 
 _SHOWN = 24  # rows of a hang

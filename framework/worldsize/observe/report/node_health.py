@@ -15,8 +15,8 @@ from worldsize.observe.health.rows import GpuRow, HealthRow, is_health, told
 from worldsize.observe.health.words import table_of
 from worldsize.observe.report.read import Record
 from worldsize.observe.report.svg import Chart, draw, series_colour, tip
-from worldsize.records.json_lines import Rows
-from worldsize.records.run_directory import RunDirectory
+from worldsize.record.json_lines import Rows
+from worldsize.record.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

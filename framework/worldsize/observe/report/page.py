@@ -26,8 +26,8 @@ from worldsize.observe.report.scaling import read_study, study_charts
 from worldsize.observe.report.servers import hot_rows, server_charts, servers
 from worldsize.observe.report.sweep import read_sweep, typed
 from worldsize.observe.report.timeline import timeline
-from worldsize.records.damage import reading
-from worldsize.reproducibility.level import recorded_level
+from worldsize.record.damage import reading
+from worldsize.record.level import recorded_level
 
 
 def page(folders: Sequence[Path]) -> str:

@@ -16,12 +16,12 @@ from typing import Any, final
 from worldsize.errors import WorldsizeError
 from worldsize.files import is_file
 from worldsize.observe.events import is_event
-from worldsize.records.attempt import Attempt, last_failure
-from worldsize.records.damage import reading
-from worldsize.records.json_lines import Rows
-from worldsize.records.metrics import is_timing, metric_rows
-from worldsize.records.run_directory import RunDirectory, runs_below
-from worldsize.records.run_record import look
+from worldsize.record.attempt import Attempt, last_failure
+from worldsize.record.damage import reading
+from worldsize.record.json_lines import Rows
+from worldsize.record.metrics import is_timing, metric_rows
+from worldsize.record.run_directory import RunDirectory, runs_below
+from worldsize.record.run_record import look
 
 SCALING = "scaling.json"
 _MOST = 10_000  # lines of a file; more than a screen has pixels

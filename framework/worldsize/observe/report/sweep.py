@@ -10,7 +10,7 @@ from typing import final
 from worldsize.config.overrides import key_of
 from worldsize.errors import WorldsizeError
 from worldsize.observe.report.read import Record, read_run
-from worldsize.records.damage import reading
+from worldsize.record.damage import reading
 
 
 @final

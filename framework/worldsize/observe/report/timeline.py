@@ -9,7 +9,7 @@ from typing import final
 
 from worldsize.observe.events import GOOD_NEWS, OVERFLOW, describe_event
 from worldsize.observe.report.read import Line, Record
-from worldsize.records.attempt import FAILURE, Attempt, failure_text
+from worldsize.record.attempt import FAILURE, Attempt, failure_text
 
 _MARKS = 100  # number of marks shown
 _GOOD = ("completed", "running")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from worldsize.core import Cluster, Cost, Workload
-from worldsize.cost.cluster import leaving, link, ring_share, spanned
-from worldsize.cost.collectives import (
+from worldsize.devices import backend_for
+from worldsize.dist.cost.cluster import leaving, link, ring_share, spanned
+from worldsize.dist.cost.collectives import (
     all_gather_seconds,
     bubble_share,
     exposed_seconds,
     message_seconds,
     ring_all_reduce_seconds,
 )
-from worldsize.devices import backend_for
 from worldsize.strategies.mesh.layout import Layout
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from worldsize.collectives.step_timer import started, wait
+from worldsize.dist.step_timer import started, wait
 
 
 def neighbours(pipeline: int, *, is_ring: bool) -> Iterator[tuple[int, int]]:

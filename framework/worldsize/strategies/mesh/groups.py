@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from worldsize.collectives.connecting import connect
 from worldsize.core import RunContext
 from worldsize.devices import backend_for
+from worldsize.dist.connecting import connect
 from worldsize.strategies.mesh.edges import Edges, neighbours
 from worldsize.strategies.mesh.layout import AXES, Layout, along
 

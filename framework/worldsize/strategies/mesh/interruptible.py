@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from worldsize.collectives.step_timer import wait
+from worldsize.dist.step_timer import wait
 
 
 @final

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from worldsize.collectives.gather_full import whole
-from worldsize.collectives.per_rank import local
-from worldsize.collectives.step_timer import wait
 from worldsize.core import World
+from worldsize.dist.gather_full import whole
+from worldsize.dist.per_rank import local
+from worldsize.dist.step_timer import wait
 from worldsize.strategies.clipping import aligned_norm, clip_factor
 from worldsize.strategies.mesh.layout import axis_of
 

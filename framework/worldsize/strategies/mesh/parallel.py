@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
-from worldsize.collectives.timed_sharding import time_sharding
 from worldsize.core import ConfigError, Recipe, TensorStyle
+from worldsize.dist.timed_sharding import time_sharding
 from worldsize.strategies.detached_shards import detach_shards
 from worldsize.strategies.mesh.interruptible import InterruptibleColumn, InterruptibleRow
 from worldsize.strategies.mesh.layout import along

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from worldsize.collectives.ordered import reduce_ordered
-from worldsize.collectives.per_rank import local
-from worldsize.collectives.staged import finished
-from worldsize.collectives.step_timer import phase, wait
 from worldsize.core import Batch, MicroBatch
+from worldsize.dist.ordered import reduce_ordered
+from worldsize.dist.per_rank import local
+from worldsize.dist.staged import finished
+from worldsize.dist.step_timer import phase, wait
 from worldsize.strategies.declared_buffers import buffer_slots
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics, trainable

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, Reduction, Replica, RunContext, World
-from worldsize.reproducibility.seeds import generators_kept
+from worldsize.record.seeds import generators_kept
 from worldsize.strategies.assigned_weights import carry_assignments
 from worldsize.strategies.calling_root import CallingRoot
 from worldsize.strategies.deferred.model import DeferredModel

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from worldsize.core import EvaluationBatch, MicroBatch, Recipe, Replica, StateDict, StepResult, World
 from worldsize.metrics.collector import MetricCollector
-from worldsize.reproducibility.seeds import generators_kept, seed_generators
+from worldsize.record.seeds import generators_kept, seed_generators
 from worldsize.strategies.mesh.pipeline import Pipeline
 from worldsize.strategies.mesh.stage import KnownOutput
 from worldsize.strategies.model_flags import evaluating

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.core import Batch, ConfigError, Loss, MicroBatch, Precision, Recipe
-from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.record.seeds import seed_generators, stream
 from worldsize.strategies.mesh.sums import StageSums
 from worldsize.strategies.model_replica import autocast
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from worldsize.collectives.ordered import Counter, Tree, sum_level
 from worldsize.core import Reduction
+from worldsize.dist.ordered import Counter, Tree, sum_level
 from worldsize.strategies.gradient_reducer import taken
 from worldsize.strategies.ordered_scatters import OrderedScatters
 from worldsize.strategies.presence import Presence

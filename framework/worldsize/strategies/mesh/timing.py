@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.pipelining import PipelineStage
 
-from worldsize.collectives.step_timer import mark, phase
+from worldsize.dist.step_timer import mark, phase
 from worldsize.errors import WorldsizeError
 from worldsize.strategies.mesh.edges import Edges
 from worldsize.strategies.mesh.stage import Stage

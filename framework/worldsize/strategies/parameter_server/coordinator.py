@@ -8,9 +8,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from worldsize.collectives.exact import reduce_metrics
-from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatches, MicroBatch, Replica, RunContext, StateDict, StepResult
+from worldsize.dist.exact import reduce_metrics
+from worldsize.dist.step_timer import phase
+from worldsize.net.registry import Registry
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics
 from worldsize.strategies.loss_weights import weight_factor
@@ -20,7 +21,6 @@ from worldsize.strategies.parameter_server.row_tables import RowRule
 from worldsize.strategies.parameter_server.shard_parameters import gather_states
 from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
 from worldsize.strategies.train_state import TrainState
-from worldsize.transport.registry import Registry
 
 
 @final

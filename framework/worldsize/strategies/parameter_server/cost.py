@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from worldsize.core import Cluster, Cost, Workload
-from worldsize.cost.cluster import across, served_bytes, served_seconds
-from worldsize.cost.collectives import exposed_seconds
+from worldsize.dist.cost.cluster import across, served_bytes, served_seconds
+from worldsize.dist.cost.collectives import exposed_seconds
 
 
 def served_cost(

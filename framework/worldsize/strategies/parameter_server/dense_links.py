@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from worldsize.core import FaultPoints
+from worldsize.net.frames import view
 from worldsize.strategies.parameter_server.gradient_codecs import Feedback
 from worldsize.strategies.parameter_server.shard_link import ShardLink
 from worldsize.strategies.parameter_server.sharding import Bucket, BucketKey, ShardingPlan
 from worldsize.strategies.parameter_server.step_gradients import with_presence
-from worldsize.transport.frames import view
 
 
 @final

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from worldsize.collectives.step_timer import phase
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -29,6 +28,8 @@ from worldsize.core import (
     Strategy,
 )
 from worldsize.core.limits import SECONDS
+from worldsize.dist.step_timer import phase
+from worldsize.net.dialer import Dialer
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.ddp import replicated
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
@@ -51,7 +52,6 @@ from worldsize.strategies.step_hooks import recipe_hooks
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.wrapping import sparse_embeddings
-from worldsize.transport.dialer import Dialer
 
 
 @final

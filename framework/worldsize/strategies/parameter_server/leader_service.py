@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
+from worldsize.net.channel import Channel
+from worldsize.net.frames import CommonOperation, Header, RefusedError
 from worldsize.strategies.parameter_server.operations import Operation
 from worldsize.strategies.parameter_server.shard_master import ShardMaster
 from worldsize.strategies.parameter_server.state_transfer import send_tree
 from worldsize.strategies.parameter_server.step_start import StepStart
-from worldsize.transport.channel import Channel
-from worldsize.transport.frames import CommonOperation, Header, RefusedError
 
 
 @final

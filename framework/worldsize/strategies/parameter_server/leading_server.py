@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from worldsize.core import RunContext
+from worldsize.net.registry import EndedError
 from worldsize.strategies.parameter_server.all_shards import AllShards
 from worldsize.strategies.parameter_server.coordinator import Coordinator
 from worldsize.strategies.parameter_server.operations import shard_service
@@ -12,7 +13,6 @@ from worldsize.strategies.parameter_server.server_group import PendingServer
 from worldsize.strategies.parameter_server.staleness import StalenessScheduler
 from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
 from worldsize.strategies.parameter_server.task_service import TaskService
-from worldsize.transport.registry import EndedError
 
 
 def run_server(pending: PendingServer, context: RunContext, *, bound: float, rows: RowRule) -> Coordinator | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import final
 
-from worldsize.transport.registry import Registry
+from worldsize.net.registry import Registry
 
 
 class Mastership(ABC):

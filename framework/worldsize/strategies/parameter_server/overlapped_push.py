@@ -11,7 +11,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from worldsize.collectives.step_timer import phase
+from worldsize.dist.step_timer import phase
 from worldsize.strategies.parameter_server.sharding import BucketKey, ShardLayout
 
 Push = Callable[[BucketKey, Mapping[str, Tensor | None]], None]  # a bucket, and the gradients in it by name

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, final
 
+from worldsize.net.channel import Channel, LostError
+from worldsize.net.dialer import Dialer
+from worldsize.net.frames import CommonOperation, Header, message
 from worldsize.strategies.parameter_server.operations import Operation, shard_service
 from worldsize.strategies.parameter_server.state_transfer import receive_tree
-from worldsize.transport.channel import Channel, LostError
-from worldsize.transport.dialer import Dialer
-from worldsize.transport.frames import CommonOperation, Header, message
 
 T = TypeVar("T")
 Frame = tuple[Header, Sequence[memoryview]]

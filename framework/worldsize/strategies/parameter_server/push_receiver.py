@@ -7,13 +7,13 @@ from typing import final
 import torch
 from torch import Tensor
 
+from worldsize.net.channel import Channel
+from worldsize.net.frames import Header, RefusedError, view
 from worldsize.strategies.parameter_server.gradient_codecs import GradientCodec
 from worldsize.strategies.parameter_server.operations import Fields, Operation
 from worldsize.strategies.parameter_server.row_tables import Rows
 from worldsize.strategies.parameter_server.shard import Shard
 from worldsize.strategies.parameter_server.step_gradients import Gradient
-from worldsize.transport.channel import Channel
-from worldsize.transport.frames import Header, RefusedError, view
 
 _ID_BYTES, _NUMBER_BYTES = 8, 4
 

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
+from worldsize.net.channel import Channel, LostError
+from worldsize.net.frames import CommonOperation, Header, RefusedError
 from worldsize.strategies.parameter_server.mastership import Mastership
 from worldsize.strategies.parameter_server.state_transfer import send_tree
-from worldsize.transport.channel import Channel, LostError
-from worldsize.transport.frames import CommonOperation, Header, RefusedError
 
 _logger = logging.getLogger(__name__)
 

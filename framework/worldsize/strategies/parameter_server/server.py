@@ -6,15 +6,15 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
+from worldsize.net.certificates import Credentials
+from worldsize.net.channel import Channel
+from worldsize.net.connection_server import ConnectionServer, Service
+from worldsize.net.frames import RefusedError
 from worldsize.strategies.parameter_server.leader_service import LeaderService
 from worldsize.strategies.parameter_server.operations import Operation
 from worldsize.strategies.parameter_server.shard_master import ShardMaster, ignore_step
 from worldsize.strategies.parameter_server.step_start import StepStart
 from worldsize.strategies.parameter_server.worker_service import WorkerService
-from worldsize.transport.certificates import Credentials
-from worldsize.transport.channel import Channel
-from worldsize.transport.connection_server import ConnectionServer, Service
-from worldsize.transport.frames import RefusedError
 
 SERVER_PREFIX = "server-"  # beginning of the names of servers
 

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Literal, final
 
 from worldsize.core import Cluster, ConfigError, Recipe, Rendezvous, RunContext
-from worldsize.records.run_directory import private
+from worldsize.net.certificates import Credentials, create_authority, issue_certificate
+from worldsize.net.connection_server import Service
+from worldsize.net.dialer import Dialer
+from worldsize.net.endpoints import address_of, listen
+from worldsize.net.registry import Registry
+from worldsize.record.run_directory import private
 from worldsize.strategies.parameter_server.mastership import RegisteredMastership
 from worldsize.strategies.parameter_server.model_state import (
     empty_rows,
@@ -31,11 +36,6 @@ from worldsize.strategies.parameter_server.shard_parameters import ShardParamete
 from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.parameter_server.standby import Succession
 from worldsize.strategies.train_state import TrainState, optimizer_of
-from worldsize.transport.certificates import Credentials, create_authority, issue_certificate
-from worldsize.transport.connection_server import Service
-from worldsize.transport.dialer import Dialer
-from worldsize.transport.endpoints import address_of, listen
-from worldsize.transport.registry import Registry
 
 Transport = Literal["auto", "unix", "tls", "tcp"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from worldsize.transport.frames import RefusedError
+from worldsize.net.frames import RefusedError
 
 
 @dataclass

@@ -9,10 +9,10 @@ from typing import Any, final
 
 from torch import Tensor
 
+from worldsize.net.frames import RefusedError
 from worldsize.strategies.parameter_server.shard_parameters import ShardParameters
 from worldsize.strategies.parameter_server.step_gradients import Gradient, StepGradients
 from worldsize.strategies.parameter_server.unit_log import UnitLog
-from worldsize.transport.frames import RefusedError
 
 
 @final
@@ -82,7 +82,7 @@ class Shard:
             gradient: For a bucket a tensor (n,); for a table unique sorted ids (n,) and values (n, dim).
             step: The step of the gradient.
             width: Number of nodes of a level of the tree over logical ranks, as in
-                :class:`~worldsize.collectives.ordered.PartialSums`.
+                :class:`~worldsize.dist.ordered.PartialSums`.
             node: Index of the node of that level whose sum the gradient is. Without ``rule.synchronous``, the first
                 logical rank of a unit, whose mean it is.
             seen: Number of updates in the worker's weights.

@@ -11,10 +11,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from worldsize.net.channel import LostError
+from worldsize.net.dialer import Dialer
+from worldsize.net.frames import CommonOperation, Header, RefusedError, view
 from worldsize.strategies.parameter_server.operations import Fields, Operation, shard_service
-from worldsize.transport.channel import LostError
-from worldsize.transport.dialer import Dialer
-from worldsize.transport.frames import CommonOperation, Header, RefusedError, view
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from worldsize.net.frames import Header, RefusedError, message
 from worldsize.strategies.parameter_server.operations import Fields, Operation
 from worldsize.strategies.parameter_server.push_receiver import PushReceiver
 from worldsize.strategies.parameter_server.replication import ReplicationLog
@@ -16,7 +17,6 @@ from worldsize.strategies.parameter_server.server_load import ServerLoad
 from worldsize.strategies.parameter_server.sessions import Session, Sessions
 from worldsize.strategies.parameter_server.shard import Shard
 from worldsize.strategies.parameter_server.step_gradients import Gradient
-from worldsize.transport.frames import Header, RefusedError, message
 
 _logger = logging.getLogger(__name__)
 

@@ -6,15 +6,15 @@ import logging
 import time
 from typing import final
 
+from worldsize.net.channel import Channel, LostError
+from worldsize.net.dialer import Dialer
+from worldsize.net.frames import CommonOperation, Header, RefusedError
+from worldsize.net.registry import Entry
 from worldsize.strategies.parameter_server.mastership import RegisteredMastership
 from worldsize.strategies.parameter_server.operations import Fields, Operation
 from worldsize.strategies.parameter_server.push_receiver import PushReceiver
 from worldsize.strategies.parameter_server.sessions import Sessions
 from worldsize.strategies.parameter_server.state_transfer import receive_tree
-from worldsize.transport.channel import Channel, LostError
-from worldsize.transport.dialer import Dialer
-from worldsize.transport.frames import CommonOperation, Header, RefusedError
-from worldsize.transport.registry import Entry
 
 _logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from worldsize.checkpoints.tree import join, split
+from worldsize.checkpoint.tree import join, split
+from worldsize.net.channel import Channel
+from worldsize.net.frames import DTYPES, MAX_MESSAGE_BYTES, Header, RefusedError, view
 from worldsize.strategies.parameter_server.operations import Operation
 from worldsize.strict_json import parse
-from worldsize.transport.channel import Channel
-from worldsize.transport.frames import DTYPES, MAX_MESSAGE_BYTES, Header, RefusedError, view
 
 _LENGTH = struct.Struct("<Q")
 _NAMES = {str(dtype): dtype for dtype in (*DTYPES, torch.bool, torch.int32, torch.int16, torch.int8)}

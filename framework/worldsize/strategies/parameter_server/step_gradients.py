@@ -8,9 +8,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from worldsize.collectives.ordered import PartialSums
+from worldsize.dist.ordered import PartialSums
+from worldsize.net.frames import RefusedError
 from worldsize.strategies.parameter_server.row_tables import RowGradients
-from worldsize.transport.frames import RefusedError
 
 Gradient = Tensor | RowGradients
 

@@ -8,12 +8,12 @@ from contextlib import ExitStack, suppress
 from typing import Any, final
 
 from worldsize.core import StopFlag
+from worldsize.net.channel import Channel, LostError
+from worldsize.net.dialer import Dialer
+from worldsize.net.registry import EndedError
 from worldsize.strategies.parameter_server.operations import Operation, shard_service
 from worldsize.strategies.parameter_server.shard_link import ShardLink
 from worldsize.strategies.parameter_server.worker_heartbeat import WorkerHeartbeat
-from worldsize.transport.channel import Channel, LostError
-from worldsize.transport.dialer import Dialer
-from worldsize.transport.registry import EndedError
 
 _logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 
-from worldsize.collectives.exact import Sums
+from worldsize.dist.exact import Sums
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.parameter_server.staleness import StalenessScheduler, Unit
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, final
 
-from worldsize.collectives.exact import Sums
-from worldsize.collectives.peer_wait import PEER_WAIT
+from worldsize.dist.exact import Sums
+from worldsize.dist.peer_wait import PEER_WAIT
 from worldsize.errors import WorldsizeError
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.parameter_server.staleness import StalenessScheduler

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
+from worldsize.net.channel import Channel, LostError
+from worldsize.net.frames import CommonOperation, RefusedError
 from worldsize.strategies.parameter_server.operations import Operation
 from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
-from worldsize.transport.channel import Channel, LostError
-from worldsize.transport.frames import CommonOperation, RefusedError
 
 NextTask = Callable[[str, int, Mapping[str, Any]], dict[str, Any]]  # of a worker, its epoch, and its last result
 

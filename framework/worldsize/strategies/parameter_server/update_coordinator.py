@@ -9,10 +9,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from worldsize.collectives.exact import reduce_metrics
-from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatches, MicroBatch, Replica, RunContext, StateDict, StepResult
+from worldsize.dist.exact import reduce_metrics
+from worldsize.dist.step_timer import phase
 from worldsize.errors import WorldsizeError
+from worldsize.net.registry import Registry
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics
 from worldsize.strategies.loss_weights import weight_factor
@@ -21,7 +22,6 @@ from worldsize.strategies.parameter_server.all_shards import AllShards
 from worldsize.strategies.parameter_server.shard_parameters import gather_states
 from worldsize.strategies.parameter_server.update_rounds import Reported, UpdateRounds
 from worldsize.strategies.update_results import UpdateResult, step_result
-from worldsize.transport.registry import Registry
 
 _logger = logging.getLogger(__name__)
 

@@ -14,6 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from worldsize.core import MultiUpdateRecipe, RunContext
+from worldsize.net.dialer import Dialer
+from worldsize.net.registry import EndedError
 from worldsize.strategies.multi_train_state import MultiTrainState, optimizers_of
 from worldsize.strategies.parameter_server.all_shards import AllShards
 from worldsize.strategies.parameter_server.model_state import full_state, load_full_state
@@ -29,8 +31,6 @@ from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
 from worldsize.strategies.parameter_server.task_service import TaskService
 from worldsize.strategies.parameter_server.update_coordinator import UpdateCoordinator
 from worldsize.strategies.parameter_server.update_rounds import UpdateRounds
-from worldsize.transport.dialer import Dialer
-from worldsize.transport.registry import EndedError
 
 
 @final

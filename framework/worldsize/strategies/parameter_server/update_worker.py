@@ -10,9 +10,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from worldsize.collectives.ordered import PartialSums
-from worldsize.collectives.step_timer import phase
 from worldsize.core import ConfigError, MultiUpdateRecipe, RunContext
+from worldsize.dist.ordered import PartialSums
+from worldsize.dist.step_timer import phase
+from worldsize.net.dialer import Dialer
 from worldsize.strategies.gradient_reducer import taken
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.model_flags import ModelFlags
@@ -29,7 +30,6 @@ from worldsize.strategies.parameter_server.unowned import UnownedWeights, served
 from worldsize.strategies.presence import Presence
 from worldsize.strategies.recomputed import prepare_passes
 from worldsize.strategies.update_pass import UpdatePass
-from worldsize.transport.dialer import Dialer
 
 _Sums = Mapping[tuple[int, int], Sequence[Tensor | None]]  # gradients, by the level of the tree and the node there
 

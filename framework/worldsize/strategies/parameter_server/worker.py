@@ -9,9 +9,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from worldsize.collectives.ordered import PartialSums
 from worldsize.core import LossOutput, Recipe, RunContext
-from worldsize.reproducibility.seeds import seed_generators
+from worldsize.dist.ordered import PartialSums
+from worldsize.net.dialer import Dialer
+from worldsize.record.seeds import seed_generators
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.gradient_reducer import taken
 from worldsize.strategies.loss_record import LossRecord, mean_loss, trainable
@@ -28,7 +29,6 @@ from worldsize.strategies.parameter_server.task_loop import TaskLoop
 from worldsize.strategies.parameter_server.unowned import UnownedWeights, served_watch
 from worldsize.strategies.presence import Presence
 from worldsize.strategies.recomputed import prepare_passes
-from worldsize.transport.dialer import Dialer
 
 _OVERLAPPED = 1 << 20  # bytes of gradients; fewer are sent in less time than starting a thread takes
 

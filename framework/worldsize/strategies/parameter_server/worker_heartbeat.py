@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from typing import final
 
+from worldsize.net.channel import Channel, LostError
+from worldsize.net.dialer import Dialer
+from worldsize.net.frames import CommonOperation, Header, RefusedError
+from worldsize.net.registry import EndedError
 from worldsize.strategies.parameter_server.operations import shard_service
-from worldsize.transport.channel import Channel, LostError
-from worldsize.transport.dialer import Dialer
-from worldsize.transport.frames import CommonOperation, Header, RefusedError
-from worldsize.transport.registry import EndedError
 
 
 @final

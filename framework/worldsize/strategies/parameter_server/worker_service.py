@@ -7,11 +7,11 @@ from typing import Any, final
 
 import torch
 
+from worldsize.net.channel import Channel
+from worldsize.net.frames import CommonOperation, Header, RefusedError, view
 from worldsize.strategies.parameter_server.operations import Fields, Operation
 from worldsize.strategies.parameter_server.sessions import Session
 from worldsize.strategies.parameter_server.shard_master import ShardMaster
-from worldsize.transport.channel import Channel
-from worldsize.transport.frames import CommonOperation, Header, RefusedError, view
 
 _SEEN_MODULUS = 2**32
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from worldsize.core import Cluster, Cost, Workload
-from worldsize.cost.cluster import across, all_reduce_seconds, ring_share, whole_bytes
+from worldsize.dist.cost.cluster import across, all_reduce_seconds, ring_share, whole_bytes
 
 
 def averaging_cost(work: Workload, cluster: Cluster, *, every: int) -> Cost:

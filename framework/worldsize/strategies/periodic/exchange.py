@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from worldsize.collectives.step_timer import started, wait
 from worldsize.core import World
 from worldsize.devices import on_device
+from worldsize.dist.step_timer import started, wait
 
 Begun = Callable[[], Callable[[], Tensor]]
 

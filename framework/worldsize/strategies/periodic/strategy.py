@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from worldsize.collectives.broadcast import make_equal
 from worldsize.core import Cluster, ConfigError, Range, Recipe, Replica, Role, RunContext, Strategy, World
+from worldsize.dist.broadcast import make_equal
 from worldsize.strategies.alone import alone
 from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.periodic.replica import OuterOptimizer, PeriodicSyncReplica

@@ -1,0 +1,211 @@
+"""The layout of a checkpoint's folder, and its verification.
+
+``step_0001000/`` holds one safetensors file per rank (see checkpoint/shards.py), ``manifest.json`` (the size and
+SHA-256 of every file, the location of every tensor, and all values that are not tensors) and ``COMPLETE`` (the
+manifest's SHA-256), which is written last. The folder then gets its final name by one rename. The manifest is
+authoritative: a file whose header describes a tensor differently is damaged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from worldsize.checkpoint.safetensors import CODES, Entry, header, read_header
+from worldsize.checkpoint.shards import DTYPES, contents_of
+from worldsize.checkpoint.validation import check_count, check_manifest, is_shard
+from worldsize.errors import CheckpointError, OtherSchemaError
+from worldsize.files import open_regular, read_regular
+from worldsize.strict_json import parse
+
+SCHEMA_VERSION = 2
+STREAMS = "streams"  # positions of the readers of the training stream, a tensor each (data/streams.py)
+RECIPE_STATES = "recipe_states"  # what a recipe keeps for each logical rank, a tensor each (worker/step_memory.py)
+ALONE = (STREAMS, RECIPE_STATES)  # parts whose tensors are each written by one rank, which alone knows of it
+PARTS = ("model", "optimizer", "schedule", "scaler", "ema", *ALONE)  # of the state, can be ignored when loading
+HYPERPARAMETERS = "hyperparameters"  # learning rates, weight decay and the like, of optimizer and schedule
+MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
+_FOLDER = re.compile(r"step_(\d{7,})")
+_LARGEST = 1 << 30  # bytes of a manifest
+_SLACK = 8  # a wrong header up to this many times as long as the right one is read, to explain the difference
+_DEEPEST = 400  # nesting of a manifest: a level of the state takes up to four (see checkpoint/tree.py)
+_PIECE = 8 << 20  # bytes hashed at once
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint as its manifest describes it; ``facts`` are plain values of the caller, e.g. metrics."""
+
+    path: Path
+    step: int
+    world_size: int
+    facts: Mapping[str, Any]
+    files: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+    values: Any
+
+
+def folder_name(step: int) -> str:
+    """Return the folder name of the checkpoint after ``step``; names sort like steps."""
+    return f"step_{step:07d}"
+
+
+def complete(root: Path) -> list[Path]:
+    """Return the folders below ``root`` that have a checkpoint's final name, oldest first."""
+    folders = {int(match[1]): path for path in root.glob("step_*") if (match := _FOLDER.fullmatch(path.name))}
+    return [folders[step] for step in sorted(folders)]
+
+
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint's folder."""
+    return int(path.name.partition("_")[2])
+
+
+def read(path: Path) -> Checkpoint:
+    """Read the manifest of the checkpoint in ``path``, but not its shards.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, or was changed after it was written.
+        OtherSchemaError: this worldsize does not read its schema version.
+    """
+    text, _ = _sealed(path)
+    try:
+        return _parsed(path, parse(text, at_most=_LARGEST, deepest=_DEEPEST, finite=False))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        kind = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the checkpoint is damaged: {path / MANIFEST} is no manifest ({kind}).") from None
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of the manifest of the checkpoint in ``path``, which ``COMPLETE`` has too.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, or was changed after it was written.
+    """
+    return _sealed(path)[1]
+
+
+def _sealed(path: Path) -> tuple[bytes, str]:
+    """Return the text and the SHA-256 of the manifest of the checkpoint in ``path``."""
+    text, seal = _bytes(path / MANIFEST), _bytes(path / COMPLETE).decode(errors="replace")
+    expected, actual = seal.strip(), hashlib.sha256(text).hexdigest()
+    if expected != actual or seal != f"{actual}\n":
+        raise CheckpointError(_differs(path / MANIFEST, f"SHA-256 {expected} in {COMPLETE}", f"SHA-256 {actual}"))
+    return text, actual
+
+
+def _parsed(path: Path, manifest: Any) -> Checkpoint:
+    if (version := check_count(manifest["schema_version"], "schema_version")) != SCHEMA_VERSION:
+        remedy = "Upgrade worldsize." if version > SCHEMA_VERSION else "Use the worldsize that wrote it."
+        raise OtherSchemaError(
+            f"{path} has schema version {version}; this worldsize reads version {SCHEMA_VERSION}. {remedy}"
+        )
+    check_manifest(manifest, {name: dtype.itemsize for name, dtype in DTYPES.items()})
+    if folder_name(manifest["step"]) != path.name:
+        raise ValueError(f"step is {manifest['step']}, and the folder is {path.name}")
+    facts = {key: manifest[key] for key in ("step", "world_size", "facts", "files", "tensors", "values")}
+    return Checkpoint(path, **facts)
+
+
+def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
+    """Compare the folder with the manifest, and the files ``names`` (None: all) with their digests and headers.
+
+    Raises:
+        CheckpointError: a file is missing, unknown, a link, or has different content, or its header describes a tensor
+            differently; the message has the file, the expected and the actual value.
+    """
+    path, files = checkpoint.path, checkpoint.files
+    present = {file.name for file in path.iterdir()} - {MANIFEST, COMPLETE}
+    for name in sorted(present ^ files.keys()):
+        known = "a file that the manifest lists" if name in files else "no such file"
+        raise CheckpointError(_differs(path / name, known, "a file" if name in present else "none"))
+    facts = {"schema_version": SCHEMA_VERSION, "step": checkpoint.step, "world_size": checkpoint.world_size}
+    for name, contents in sorted(contents_of(checkpoint.tensors, list(files if names is None else names)).items()):
+        _verify_file(path / name, files[name])
+        told = contents.metadata(rank=int(name.removeprefix("rank_").partition(".")[0]), **facts)
+        _verify_header(path / name, contents.entries, told)
+
+
+def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
+    if not is_shard(path.name) or path.is_symlink() or not path.is_file():
+        raise CheckpointError(_differs(path, "a regular file named like a shard", "something else"))
+    if (size := path.stat().st_size) != expected["size"]:
+        raise CheckpointError(_differs(path, f"{expected['size']} bytes", f"{size} bytes"))
+    if (actual := _sha256(path)) != expected["sha256"]:
+        raise CheckpointError(_differs(path, f"SHA-256 {expected['sha256']}", f"SHA-256 {actual}"))
+
+
+def _verify_header(path: Path, expected: Mapping[str, Entry], told: Mapping[str, str]) -> None:
+    try:
+        right = header(list(expected.values()), told)  # offsets differ if the tensors are in a different order
+        actual, metadata = read_header(path, at_most=_SLACK * len(right))
+    except CheckpointError as error:
+        raise CheckpointError(f"the checkpoint is damaged: {error}") from None
+    for name in sorted(expected.keys() | actual.keys()):
+        if (wanted := expected.get(name)) != (present := actual.get(name)):
+            known = f"{_described(name, wanted)}, as {MANIFEST} says"
+            raise CheckpointError(_differs(path, known, f"{_described(name, present)} in its header"))
+    if metadata != told:
+        raise CheckpointError(_differs(path, f"what follows from {MANIFEST}", "other metadata in its header"))
+
+
+def _described(name: str, entry: Entry | None) -> str:
+    if entry is None:
+        return f"no tensor {name}"
+    return f"{name} as {CODES[entry.dtype]}{list(entry.shape)} at byte {entry.offset}"
+
+
+def _differs(path: Path, expected: str, actual: str) -> str:
+    return f"the checkpoint is damaged: {path} has {actual}, expected {expected}."
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise CheckpointError(_differs(path, "a regular file", "a link" if path.is_symlink() else "something else"))
+        return read_regular(path, at_most=_LARGEST)
+    except OSError as error:
+        raise CheckpointError(_differs(path, "a readable file", error.strerror or "an error")) from None
+
+
+def seal(folder: Path, manifest: Mapping[str, Any], at: Callable[[str], None]) -> None:
+    """Write the manifest, then ``COMPLETE``; each is durable on disk before the next."""
+    text = (json.dumps({**manifest, "schema_version": SCHEMA_VERSION}, sort_keys=True) + "\n").encode()
+    at("checkpoint:after-shards")
+    write_through(folder / MANIFEST, text)
+    at("checkpoint:after-manifest")
+    write_through(folder / COMPLETE, f"{hashlib.sha256(text).hexdigest()}\n".encode())
+    sync_folder(folder)
+    at("checkpoint:after-complete")
+
+
+def write_through(path: Path, data: bytes) -> None:
+    """Write a new file and wait until its bytes are on disk. Raises FileExistsError if it exists."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until changes of the folder itself, such as a rename, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,193 @@
+"""Finds the newest valid checkpoint, and loads it at any world size."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+
+from worldsize.checkpoint.format import ALONE, HYPERPARAMETERS, Checkpoint, complete, read, verify
+from worldsize.checkpoint.shards import DTYPES
+from worldsize.checkpoint.storage import Reader
+from worldsize.checkpoint.tree import join, ordered_like, split
+from worldsize.core import StateDict, World
+from worldsize.errors import CheckpointError, OtherSchemaError
+
+_logger = logging.getLogger(__name__)
+
+_SHOWN = 8  # differences in an error
+
+
+def newest(root: Path, world: World, *, allow_older: bool = False) -> Checkpoint | None:
+    """Return the newest complete and valid checkpoint, or None if there is none.
+
+    Each rank hashes a part of the files, and all agree on the result.
+
+    Raises:
+        CheckpointError: the newest checkpoint is damaged and ``allow_older`` is False, or all are damaged.
+        OtherSchemaError: this worldsize does not read the newest one's schema version; older ones are not tried.
+    """
+    folders: list[Path] = _agreed(lambda: complete(root), world)[0]
+    for path in reversed(folders):
+        errors = [error for error in _agreed(lambda: _damage(path, world), world) if error]  # noqa: B023
+        if not errors:
+            return read(path)
+        for error in errors:
+            if isinstance(error, OtherSchemaError):
+                raise error
+        if not allow_older:
+            raise CheckpointError(f"{errors[0]} An older checkpoint is used with --allow-older.")
+        _logger.warning("%s Trying an older one.", errors[0])
+    if folders:
+        raise CheckpointError(f"no checkpoint in {root} can be used. To begin anew, remove them or start another run.")
+    return None
+
+
+def _damage(path: Path, world: World) -> CheckpointError | None:
+    try:
+        checkpoint = read(path)
+        verify(checkpoint, sorted(checkpoint.files)[world.rank :: world.size])
+    except CheckpointError as error:
+        return error.with_traceback(None)
+    except OSError as error:
+        return CheckpointError(f"the checkpoint cannot be read: {error.filename or path}: {error.strerror}.")
+    return None
+
+
+def _agreed(task: Callable[[], Any], world: World) -> list[Any]:
+    """Run ``task`` on each rank, and return all results, by rank."""
+    if world.group is None:
+        return [task()]
+    answers = [None] * world.size
+    dist.all_gather_object(answers, task(), group=world.group)
+    return answers
+
+
+def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] = ()) -> StateDict:
+    """Load a checkpoint into the tensors of ``template``, plain or sharded, in place.
+
+    Args:
+        checkpoint: The checkpoint, saved at any world size.
+        template: The state, whose tensors have the shapes of those saved. A tensor without rows is replaced by one with
+            as many rows as were saved. Tensors on the meta device belong to other ranks and are left there.
+        ignore: Top-level parts of the state that keep the template's values. With "hyperparameters", learning rates,
+            weight decay and the like keep them. So does the part ``strategy`` if it was saved by another strategy or
+            at another world size.
+
+    Returns:
+        The template's tensors and the checkpoint's other values, in the template's order.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes differ; then nothing has been written.
+    """
+    ignore = [*ignore, *ALONE, *_unfit(checkpoint, template)]  # whoever needs a state of these asks for it
+    tensors, _ = split({part: child for part, child in template.items() if part not in ignore})
+    saved = {name: facts for name, facts in checkpoint.tensors.items() if name.split("/")[0] not in ignore}
+    tensors = {name: _sized(tensor, saved.get(name)) for name, tensor in tensors.items()}
+    if differences := list(_differences(saved, tensors)):
+        more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise CheckpointError(
+            f"{checkpoint.path} holds another model or optimizer: {'; '.join(differences[:_SHOWN])}{more}. "
+            "Resume with the run's own configuration, or leave a part out with checkpoint.ignore=[optimizer]."
+        )
+    held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    state_dict_loader.load(held, storage_reader=Reader(checkpoint), no_dist=True)
+    kept = {part: child for part, child in template.items() if part in ignore}
+    values = {part: child for part, child in checkpoint.values.items() if part not in ignore}
+    state: StateDict = ordered_like({**join(values, tensors), **kept}, template)
+    anew = "schedule" in ignore
+    if not anew and HYPERPARAMETERS not in ignore:
+        return state
+    try:
+        return _with_hyperparameters(state, template, anew=anew)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        kind = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{checkpoint.path} holds another optimizer or schedule than the run has now ({kind}). "
+            "Leave both out with checkpoint.ignore=[optimizer,schedule]."
+        ) from None
+
+
+def _with_hyperparameters(saved: StateDict, now: StateDict, *, anew: bool) -> StateDict:
+    """Return ``saved`` with the optimizer options and initial learning rates of ``now``.
+
+    ``anew``: the schedule of ``now`` starts from the beginning.
+    """
+    pairs = zip(saved["optimizer"]["param_groups"], now["optimizer"]["param_groups"], strict=True)
+    groups = [{**then, **own, "params": then["params"], **_rate(then, own, anew)} for then, own in pairs]
+    optimizer = {**saved["optimizer"], "param_groups": groups}
+    return {**saved, "optimizer": optimizer, "schedule": _rebased(saved["schedule"], now["schedule"])}
+
+
+def _rate(then: Mapping[str, Any], now: Mapping[str, Any], anew: bool) -> Mapping[str, Any]:
+    """Return the learning rate to continue with, as option "lr"; no option if the optimizer has no rate.
+
+    A scheduled rate keeps its position in the schedule: the same multiple of the initial rate.
+    """
+    if anew or not then.get("initial_lr") or "initial_lr" not in now:
+        return {"lr": now["lr"]} if "lr" in now else {}
+    if then["initial_lr"] == now["initial_lr"]:
+        return {"lr": then["lr"]}
+    return {"lr": then["lr"] / then["initial_lr"] * now["initial_lr"]}
+
+
+def _rebased(then: Any, now: Any) -> Any:
+    """Return the state of a schedule (or of a chain of schedules) with different initial rates."""
+    if isinstance(then, list):
+        return [_rebased(*pair) for pair in zip(then, now, strict=True)]
+    if not isinstance(then, Mapping):
+        return then
+    return {key: now[key] if key == "base_lrs" else _rebased(child, now[key]) for key, child in then.items()}
+
+
+def _unfit(checkpoint: Checkpoint, template: StateDict) -> list[str]:
+    """Return the part ``strategy`` as a part to ignore if another strategy saved it, or its shapes differ."""
+    now, _ = split({part: child for part, child in template.items() if part == "strategy"})
+    then = {name: facts for name, facts in checkpoint.tensors.items() if name.startswith("strategy/")}
+    fits = ("strategy" in template) == ("strategy" in checkpoint.values)
+    return [] if fits and not any(_differences(then, now)) else ["strategy"]
+
+
+def _sized(tensor: Tensor, saved: Mapping[str, Any] | None) -> Tensor:
+    """Return a tensor with as many rows as were saved, in place of one without rows: tables grow as they are used."""
+    grows = (
+        saved is not None and tensor.ndim > 0 and tensor.shape[0] == 0 and list(tensor.shape[1:]) == saved["shape"][1:]
+    )
+    return tensor.new_empty(saved["shape"]) if grows and saved else tensor
+
+
+def read_tensors(checkpoint: Checkpoint, part: str, *, only: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Return the full tensors of one top-level part of the state, by their names in it, with the saved shapes.
+
+    Args:
+        checkpoint: The checkpoint.
+        part: Name of the part.
+        only: Names of the tensors to read; None: all of the part.
+    """
+    prefix = f"{part}/"
+    described = {
+        name: facts
+        for name, facts in checkpoint.tensors.items()
+        if name.startswith(prefix) and (only is None or name.removeprefix(prefix) in only)
+    }
+    tensors = {name: torch.empty(facts["shape"], dtype=DTYPES[facts["dtype"]]) for name, facts in described.items()}
+    state_dict_loader.load(dict(tensors), storage_reader=Reader(checkpoint), no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Tensor]) -> Iterator[str]:
+    for name in sorted(then.keys() | now.keys()):
+        saved = _facts(then[name]["dtype"], then[name]["shape"]) if name in then else "absent"
+        present = _facts(str(now[name].dtype), now[name].shape) if name in now else "absent"
+        if saved != present:
+            yield f"{name}: {saved} saved, {present} now"
+
+
+def _facts(dtype: str, shape: Any) -> str:
+    return f"{dtype.removeprefix('torch.')}{list(shape)}"

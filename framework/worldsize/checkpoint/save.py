@@ -1,0 +1,297 @@
+"""Saves checkpoints in the background: training stops for the copy to host memory, on a GPU not even for that."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from worldsize.checkpoint import retention
+from worldsize.checkpoint.format import complete, folder_name, read, step_of, sync_folder, verify
+from worldsize.checkpoint.holders import partly_held, written_here
+from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.storage import Writer
+from worldsize.checkpoint.tree import split
+from worldsize.core import CheckpointSaved, StateDict, World
+from worldsize.devices import queued
+from worldsize.dist.per_rank import local, sharded_like
+from worldsize.errors import CheckpointError, OtherSchemaError, RunFolderError, SaveFailedError
+
+
+def _nothing(point: str) -> None: ...
+
+
+@final
+class Saver:
+    """Writes one checkpoint at a time below ``root``; every rank of the role calls the same methods in the same order.
+
+    Args:
+        root: Folder of the checkpoints.
+        world: The ranks that save.
+        group: A gloo group of the role that nothing else uses (None: one process): a thread communicates in it while
+            training continues.
+        keep: Which checkpoints to keep.
+        finite: Whether a model with NaN or infinities is an error, so that older checkpoints are kept.
+        owner: A file without which nothing is saved, such as the run's manifest, so that a deleted run folder is not
+            created again.
+        at: Called at named points, at which tests inject faults.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        world: World,
+        group: ProcessGroup | None,
+        *,
+        keep: Retention,
+        finite: bool = False,
+        owner: Path | None = None,
+        at: Callable[[str], None] = _nothing,
+    ) -> None:
+        self._root, self._world, self._group = root, world, group
+        self._keep, self._finite, self._owner, self._at = keep, finite, owner, at
+        self._buffers: dict[str, Tensor] = {}
+        self._names: set[str] = set()  # of the tensors of the previous save
+        self._partly: dict[str, Tensor] = {}  # ranks that hold each of these tensors, if not all do
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
+        self._pending: Future[CheckpointSaved | None] | None = None
+
+    def save(
+        self, state: StateDict, *, step: int, facts: Mapping[str, Any], streams: Mapping[str, Tensor] | None = None
+    ) -> list[CheckpointSaved]:
+        """Wait for the previous save, start the next one, and return the events of the previous one.
+
+        Args:
+            state: The state; its tensors, of any shapes, are copied before the call returns, by a GPU before it does
+                any later work.
+            step: The step after which it is saved.
+            facts: Plain values of the caller to store with it.
+            streams: Tensors on the CPU that only this rank has, of the parts in ``format.ALONE``. They are not copied,
+                and other ranks do not know their shapes.
+
+        Raises:
+            SaveFailedError: storage refused the previous save on some rank; the next call begins this one.
+            CheckpointError: the previous save failed on some rank, and the next one would, too.
+        """
+        ended = self.finish()
+        self._at("checkpoint:begin")
+        tensors, values = split(state)
+        if self._names != tensors.keys():
+            self._names, self._partly = set(tensors), partly_held(tensors, self._world)
+        mine = {**self._copied(dict(written_here(tensors, self._partly, self._world))), **(streams or {})}
+        copied = queued(self._world.device)
+        head = {"step": step, "world_size": self._world.size, "values": values, "facts": dict(facts)}
+        self._pending = self._thread.submit(self._write, copied, mine, head, step, _tensors_digest(tensors))
+        return ended
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is in flight whose end nobody has asked for yet."""
+        return self._pending is not None
+
+    def ended(self) -> list[CheckpointSaved]:
+        """Return the events of the save in flight if it has ended; raise its error if it failed."""
+        return self.finish() if self._pending and self._pending.done() else []
+
+    def finish(self) -> list[CheckpointSaved]:
+        """Wait for the save in flight and return its events; raise its error if it failed."""
+        if self._pending is None:
+            return []
+        pending, self._pending = self._pending, None
+        saved = pending.result()
+        return [saved] if saved else []
+
+    def regrouped(self, world: World, group: ProcessGroup | None) -> Saver:
+        """Return the writer that saves together with other ranks from now on, in the same thread.
+
+        A save in flight keeps its ranks, its group, without which it fails, and its copies; nobody asks for its end.
+        """
+        other = copy(self)
+        other._world, other._group, other._pending, other._names = world, group, None, set()
+        unsharded = {name: buffer for name, buffer in self._buffers.items() if not isinstance(buffer, DTensor)}
+        other._buffers = {} if self.is_writing else unsharded  # shards belong to a place among the ranks before
+        return other
+
+    def close(self) -> None:
+        """End the thread once the save in flight, if any, has ended."""
+        self._thread.shutdown()
+
+    def _copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Copy to host memory that is reused for every save; a GPU copies when its stream gets there."""
+        self._buffers = {name: _buffer(self._buffers.get(name), tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            _local(self._buffers[name]).copy_(_local(tensor), non_blocking=True)
+        return self._buffers
+
+    def _write(
+        self,
+        copied: Callable[[], None],
+        tensors: Mapping[str, Tensor],
+        head: Mapping[str, Any],
+        step: int,
+        tensors_digest: str,
+    ) -> CheckpointSaved | None:
+        """Write and publish a checkpoint, in the background thread, once its tensors are ``copied``.
+
+        A failure on one rank is a failure on all, since every phase ends with an exchange. Whatever storage refuses,
+        all ranks leave after the same exchange, so that the next save finds them in step.
+        """
+        final_ = self._root / folder_name(step)
+        folder = self._on_rank_0(step, lambda: self._begun(final_))
+        if folder is None:
+            return None
+        writer = Writer(
+            folder, self._world.rank, head=head, tensors_digest=tensors_digest, finite=self._finite, at=self._at
+        )
+        copied()
+        try:
+            save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+        except (CheckpointException, OSError, RuntimeError) as error:
+            newest = None
+            if not isinstance(error, RuntimeError):  # that means a lost rank, and no further exchange is possible
+                newest = self._on_rank_0(step, lambda: _discarded(folder))  # it may have filled the disk
+            if _is_of_storage(error):
+                raise SaveFailedError(step, _reasons(error), newest) from error
+            raise CheckpointError(f"the checkpoint of step {step} could not be written: {_reasons(error)}.") from error
+        self._on_rank_0(step, lambda: self._published(folder, final_))
+        return CheckpointSaved(step, final_)
+
+    def _begun(self, final_: Path) -> Path | None:
+        """Make a new folder on rank 0, and remove remains of earlier attempts. None: the step was saved before."""
+        self._check_owner()
+        if final_.exists() and _stands(final_):
+            return None
+        self._root.mkdir(parents=self._owner is None, exist_ok=True)
+        for stale in self._root.glob(".step_*"):
+            shutil.rmtree(stale)
+        folder = self._root / f".{final_.name}.{secrets.token_hex(4)}"
+        folder.mkdir()
+        return folder
+
+    def _check_owner(self) -> None:
+        if self._owner is not None and not self._owner.exists():
+            raise RunFolderError(f"the folder was deleted: {self._owner.parent}")
+
+    def _published(self, folder: Path, final_: Path) -> None:
+        """Publish the folder by one durable rename on rank 0; then delete checkpoints that are not kept."""
+        self._check_owner()
+        if final_.exists():  # it is damaged: training resumed from an older one
+            final_.rename(self._root / f".step_damaged_{secrets.token_hex(4)}")
+        folder.rename(final_)
+        sync_folder(self._root)
+        self._at("checkpoint:after-rename")
+        try:
+            retention.apply(self._keep, final_, self._at)
+        except OSError as error:
+            said = f"it is complete, but not all others could be deleted that are not kept: {error.strerror}"
+            raise OSError(error.errno, said, error.filename) from error
+
+    def _on_rank_0(self, step: int, task: Callable[[], Any]) -> Any:
+        """Run ``task`` of the save of ``step`` on rank 0, and return its result (or raise its error) on every rank."""
+        answer: list[Any] = [None, None, None]  # result, reason of a failure, and the newest step if storage refused
+        if self._world.rank == 0:
+            try:
+                answer[0] = task()
+            except OSError as error:
+                answer[1:] = f"{error.strerror}: {error.filename}", (_newest_step(self._root),)
+            except RunFolderError as error:
+                answer[1] = str(error)
+            except Exception as error:  # of any kind, since the other ranks wait for an answer
+                answer[1] = f"{type(error).__name__}: {error}"
+        if self._group is not None:
+            dist.broadcast_object_list(answer, group=self._group, group_src=0)
+        result, reason, refused = answer
+        if refused is not None:
+            raise SaveFailedError(step, reason, refused[0])
+        if reason is not None:
+            raise CheckpointError(f"the checkpoint of step {step} could not be written: {reason}.")
+        return result
+
+
+def _give_way() -> None:
+    """Lower this thread's priority in favour of training; on Linux niceness is per thread (setpriority(2))."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def _stands(path: Path) -> bool:
+    """Return whether the folder has a valid checkpoint; raise OtherSchemaError if it has another schema version."""
+    try:
+        verify(read(path))
+    except OtherSchemaError:
+        raise
+    except CheckpointError:
+        return False
+    return True
+
+
+def _discarded(folder: Path) -> int | None:
+    """Delete a draft, which may have filled the disk; return the step of the newest complete checkpoint beside it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return _newest_step(folder.parent)
+
+
+def _newest_step(root: Path) -> int | None:
+    try:
+        return max(map(step_of, complete(root)), default=None)
+    except OSError:  # it cannot be read either
+        return None
+
+
+def _is_of_storage(error: BaseException) -> bool:
+    """Return whether storage alone refused the save; all ranks answer the same, since torch hands them one error.
+
+    Anything else, such as NaN in the model or a dtype that no file can hold, would fail the next save, too.
+    """
+    if not isinstance(error, CheckpointException):
+        return False
+    return all(isinstance(failure, OSError) for failure, _ in error.failures.values())
+
+
+def _reasons(error: BaseException) -> str:
+    if not isinstance(error, CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local(tensor).detach()
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what two tensors must have in common to copy bytes; ``copy_`` alone would broadcast and convert."""
+    placements = tensor.placements if isinstance(tensor, DTensor) else None
+    return tensor.dtype, tensor.shape, placements, _local(tensor).shape
+
+
+def _buffer(old: Tensor | None, tensor: Tensor) -> Tensor:
+    """Return ``old`` if ``tensor`` can be copied into it, else host memory for it."""
+    return old if old is not None and _layout(old) == _layout(tensor) else _host_like(tensor)
+
+
+def _tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a digest of names, dtypes and shapes, which must be equal on all ranks so that all tensors are saved."""
+    lines = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in sorted(tensors.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _host_like(tensor: Tensor) -> Tensor:
+    pinned = tensor.device.type == "cuda"
+    part = torch.empty_like(_local(tensor), device="cpu", memory_format=torch.contiguous_format, pin_memory=pinned)
+    return sharded_like(tensor, part) if isinstance(tensor, DTensor) else part

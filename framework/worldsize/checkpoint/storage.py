@@ -1,0 +1,279 @@
+"""Implements torch.distributed.checkpoint's storage interface for our format; its planners deduplicate and reshard."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from worldsize.checkpoint.format import ALONE, SCHEMA_VERSION, Checkpoint, seal
+from worldsize.checkpoint.holders import DIFFERENT
+from worldsize.checkpoint.safetensors import header
+from worldsize.checkpoint.shards import DTYPES, Contents, box_of
+from worldsize.checkpoint.validation import Box
+from worldsize.errors import CheckpointError
+
+# DCP's word for a run of one process, where it is meant
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+_PIECE = 8 << 20  # bytes written and hashed at once
+Point = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The location of a chunk's bytes, and the size and digest of its file, which are known when it is closed."""
+
+    file: str
+    offset: int
+    length: int
+    size: int
+    sha256: str
+
+
+@final
+@dataclass(frozen=True)
+class _Part:
+    """A tensor, or a part of one, that this rank writes."""
+
+    index: MetadataIndex
+    tensor: Tensor
+    shape: torch.Size
+    """Shape of the full tensor."""
+    box: Box
+
+    @property
+    def name(self) -> str:
+        """Path of the tensor in the state."""
+        return self.index.fqn
+
+
+@final
+class Writer(StorageWriter):
+    """Writes this rank's tensors into one safetensors file in ``folder``; rank 0 then seals the checkpoint."""
+
+    def __init__(
+        self, folder: Path, rank: int, *, head: Mapping[str, Any], tensors_digest: str, finite: bool, at: Point
+    ) -> None:
+        self._folder = folder
+        self._tensors_digest = tensors_digest
+        self._name = f"rank_{rank:05d}.safetensors"
+        self._rank = rank
+        self._head = head
+        self._finite = finite
+        self._at = at
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return replace(plan, storage_data=self._tensors_digest)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise CheckpointError(DIFFERENT)
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._write(plan, planner) if plan.items else [])
+        return future
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        parts = [_resolved(item, planner) for item in plan.items]
+        if self._finite:
+            _check_finite(parts)
+        parts.sort(key=lambda part: -part.tensor.dtype.itemsize)  # so that all are aligned
+        pieces = [memoryview(self._header(parts)), *(_bytes_of(part.tensor) for part in parts)]
+        ends = list(accumulate(len(piece) for piece in pieces))
+        facts = (ends[-1], self._stream(pieces, ends[-1]))
+        self._at("checkpoint:after-shard")
+        return [
+            WriteResult(part.index, len(piece), Place(self._name, start, len(piece), *facts))
+            for part, piece, start in zip(parts, pieces[1:], ends[:-1], strict=True)
+        ]
+
+    def _header(self, parts: Sequence[_Part]) -> bytes:
+        """Return the first bytes of the file, before any of its tensors is written."""
+        contents = Contents()
+        for part in parts:
+            contents.add(part.name, part.tensor.dtype, part.shape, part.box)
+        facts = {key: self._head[key] for key in ("step", "world_size")}
+        told = contents.metadata(schema_version=SCHEMA_VERSION, rank=self._rank, **facts)
+        return header(list(contents.entries.values()), told)
+
+    def _stream(self, contents: Sequence[memoryview], total: int) -> str:
+        """Write the header and all tensors to disk; return their SHA-256."""
+        digest, written = hashlib.sha256(), 0
+        with (self._folder / self._name).open("xb", buffering=0) as file:
+            for piece in _pieces(contents):
+                _write_all(file, piece)
+                digest.update(piece)
+                if 2 * written < total <= 2 * (written + len(piece)):
+                    self._at("checkpoint:in-shard")
+                written += len(piece)
+            os.fsync(file.fileno())
+        return digest.hexdigest()
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Seal the checkpoint on rank 0, after all ranks have written their files."""
+        places = {result.index: result.storage_data for rank in results for result in rank}
+        files = {place.file: {"size": place.size, "sha256": place.sha256} for place in places.values()}
+        tensors = {name: _described(name, facts, places) for name, facts in metadata.state_dict_metadata.items()}
+        values = {**self._head["values"], **_alone(tensors)}
+        seal(self._folder, {**self._head, "values": values, "files": files, "tensors": tensors}, self._at)
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> _Part:
+    """Return the tensor that ``item`` requests to write; raise CheckpointError if a checkpoint cannot hold it."""
+    name, tensor, facts = item.index.fqn, planner.resolve_data(item), item.tensor_data
+    if facts is None or not isinstance(tensor, Tensor):
+        raise CheckpointError(f"{name} is not a tensor, and a shard holds nothing else.")
+    if tensor.dtype not in DTYPES.values():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{name} is of dtype {dtype}, which a checkpoint cannot hold.")
+    return _Part(item.index, tensor, facts.size, box_of(facts.chunk.offsets, facts.chunk.sizes))
+
+
+def _check_finite(parts: Sequence[_Part]) -> None:
+    for part in parts:
+        name, tensor = part.name, part.tensor
+        if name.startswith("model/") and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{name} holds NaN or infinity. Lower lr, set clip_norm, or choose nonfinite=ignore")
+
+
+def _described(name: str, facts: Any, places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:
+    dtype = str(facts.properties.dtype).removeprefix("torch.")
+    chunks = [_located(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in facts.chunks]
+    return {"dtype": dtype, "shape": list(facts.size), "chunks": chunks}
+
+
+def _alone(names: Iterable[str]) -> dict[str, Any]:
+    """Return the parts of the values with the tensors of which each was described by the rank that wrote it alone."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name in sorted(names):
+        part, _, own = name.partition("/")
+        if part in ALONE:
+            parts.setdefault(part, {})[own] = {"$tensor": name}
+    return parts
+
+
+def _located(chunk: ChunkStorageMetadata, place: Place) -> dict[str, Any]:
+    where = {"file": place.file, "offset": place.offset, "length": place.length}
+    return {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **where}
+
+
+def _bytes_of(tensor: Any) -> memoryview:
+    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _pieces(contents: Sequence[memoryview]) -> Iterator[memoryview]:
+    for content in contents:
+        for start in range(0, len(content), _PIECE):
+            yield content[start : start + _PIECE]
+
+
+def _write_all(file: Any, piece: memoryview) -> None:
+    while len(piece):
+        piece = piece[file.write(piece) :]
+
+
+class PlannedReader(StorageReader):
+    """Abstract base of readers: reads the items of a plan one after the other, without communication between ranks."""
+
+    @abstractmethod
+    def values(self, item: ReadItem) -> Tensor:
+        """Return the part of a tensor that ``item`` requests, with the shape ``item.lengths``."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self.values(item))
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def part_of(item: ReadItem) -> tuple[slice, ...]:
+    """Return the slices of a chunk that ``item`` requests."""
+    return tuple(slice(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True))
+
+
+@final
+class Reader(PlannedReader):
+    """Reads the items that the planner requests from the memory-mapped files of a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._files: dict[str, Tensor] = {}
+        self._places: Mapping[MetadataIndex, Mapping[str, Any]] = {}  # locations of chunks; torch passes them later
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        tensors = self._checkpoint.tensors.items()
+        places = {MetadataIndex(n, torch.Size(c["offsets"])): c for n, facts in tensors for c in _chunks(facts)}
+        return Metadata({name: _restored(facts) for name, facts in tensors}, storage_data=places)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._places = metadata.storage_data
+
+    def values(self, item: ReadItem) -> Tensor:
+        place = self._places[item.storage_index]
+        dtype = DTYPES[self._checkpoint.tensors[item.storage_index.fqn]["dtype"]]
+        return self._chunk(place).view(dtype).reshape(place["sizes"])[part_of(item)]
+
+    def _chunk(self, place: Mapping[str, Any]) -> Tensor:
+        if place["length"] == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        if place["file"] not in self._files:
+            path = self._checkpoint.path / place["file"]
+            self._files[place["file"]] = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+        return self._files[place["file"]][place["offset"] : place["offset"] + place["length"]]
+
+
+def _chunks(facts: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the chunks that are not empty: an empty one may begin at the offset of another one."""
+    return [chunk for chunk in facts["chunks"] if chunk["length"]] or facts["chunks"]
+
+
+def _restored(facts: Mapping[str, Any]) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in _chunks(facts)]
+    return TensorStorageMetadata(TensorProperties(DTYPES[facts["dtype"]]), torch.Size(facts["shape"]), chunks)

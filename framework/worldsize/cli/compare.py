@@ -1,0 +1,54 @@
+"""``worldsize compare RUN_A RUN_B``: where two runs differ, and by how much."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from worldsize.config.arguments import number
+from worldsize.core.limits import Range
+from worldsize.errors import WorldsizeError
+from worldsize.messages import refuse
+from worldsize.observe.comparison import comparison_table
+from worldsize.record.compare import Comparison, compare_runs
+from worldsize.record.run_record import view
+from worldsize.strict_json import strict
+
+EXIT_CODES = {"bitwise identical": 0, "within tolerance": 3, "different": 4}
+TOLERANCE = 0.01
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize compare", description=__doc__)
+    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="a run folder, or its run_manifest.json")
+    add_report_options(parser)
+    options = parser.parse_args()
+    try:
+        first, second = (view(path).directory for path in options.runs)
+        comparison = compare_runs(first.path, second.path, tolerance=options.tolerance)
+    except WorldsizeError as error:
+        sys.exit(refuse(error))
+    show(comparison, as_json=options.json)
+    sys.exit(EXIT_CODES[comparison.verdict])
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--tolerance",
+        type=number(Range(least=0)),
+        default=TOLERANCE,
+        help="largest relative difference of a figure that is let pass",
+    )
+    parser.epilog = "Exit code: 0 bitwise identical, 3 within tolerance, 4 different, 2 it cannot be compared or run."
+
+
+def show(comparison: Comparison, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(strict(comparison.describe()), indent=2))
+    else:
+        Console().print(comparison_table(comparison))

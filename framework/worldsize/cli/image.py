@@ -1,0 +1,54 @@
+"""``worldsize image [FOLDER]``: a Dockerfile of a project and the environment of its lock, and the image of it."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import sys
+from pathlib import Path
+
+from worldsize.errors import WorldsizeError
+from worldsize.messages import refuse
+from worldsize.record.container import BUILDERS, built, engine_of
+from worldsize.record.dockerfile import Dockerfile, usual_base, version_of_uv
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize image", description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(), help="the project (this folder), with its lock")
+    help = f"the image to begin with, best by its digest: IMAGE@sha256:... ({usual_base()})"
+    parser.add_argument("--base", default=usual_base(), metavar="IMAGE", help=help)
+    parser.add_argument("--extra", action="append", default=[], metavar="NAME", help="an optional dependency, or more")
+    help = "build it, with the engine that is installed or the one that is named"
+    parser.add_argument("--build", choices=("auto", *BUILDERS), nargs="?", const="auto", help=help)
+    parser.add_argument("--tag", metavar="NAME", help="name of the built image (the folder's)")
+    help = "an option of the engine's build, e.g. --option=--secret=id=netrc,src=$HOME/.netrc"
+    parser.add_argument("--option", action="append", default=[], metavar="OPTION", help=help)
+    options = parser.parse_args()
+    try:
+        image(options)
+    except WorldsizeError as error:
+        sys.exit(refuse(error))
+
+
+def image(options: argparse.Namespace) -> None:
+    """Write the Dockerfile and build the image if that is asked for; print the one's path and the other's name.
+
+    Raises:
+        WorldsizeError: the lock cannot be used, or the engine is missing or fails.
+    """
+    engine = engine_of(options.build, BUILDERS) if options.build else None
+    folder = options.folder.resolve()
+    dockerfile = Dockerfile(folder, options.base, platform.python_version(), version_of_uv(), options.extra).write()
+    print(dockerfile)
+    if "@sha256:" not in options.base:
+        print(f"{options.base} may be another image tomorrow: name it by its digest (--base).", file=sys.stderr)
+    if engine:
+        made = built(engine, dockerfile, options.tag or image_name(folder.name), options=options.option)
+        print(f"{made.name}@{made.digest}" if made.digest else made.name)
+
+
+def image_name(folder: str) -> str:
+    """Return the name of a folder as engines take it for an image: "My project!" is "my-project"."""
+    return re.sub(r"[^a-z0-9]+", "-", folder.lower()).strip("-") or "project"

@@ -1,0 +1,69 @@
+"""``worldsize init NAME``: a project of one's own, in a folder of that name, which trains and has a test."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from worldsize import __version__
+from worldsize.cli.templates import planned, write
+from worldsize.config.search_path import bundle
+from worldsize.errors import ConfigError
+from worldsize.messages import refuse
+
+RECIPE = "mine"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize init", description=__doc__)
+    parser.add_argument("folder", type=Path, help="a new or empty folder, e.g. my_project; its name is the project's")
+    folder = parser.parse_args().folder
+    try:
+        init(folder)
+    except ConfigError as error:
+        sys.exit(refuse(error))
+    print(f"cd {shlex.quote(str(folder))}\nuv run train.py recipe={RECIPE}\nuv run pytest")
+
+
+def init(folder: Path) -> list[Path]:
+    """Create a project in ``folder``; return the files that were written.
+
+    Raises:
+        ConfigError: the folder is not empty, or its name cannot be a project's.
+    """
+    name = folder.resolve().name
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
+        raise ConfigError(f"{name!r} cannot be a project's name. Use letters, digits, '-', '_' and '.'.")
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty. Choose another folder; nothing was written.")
+    project = planned(
+        "init", folder, name=name, recipe=RECIPE, requirement=f"worldsize>={__version__}", source=source()
+    )
+    return list(write({**project, **planned("recipe", folder, name=RECIPE)}))
+
+
+def source() -> str | None:
+    """Return where uv finds this worldsize, as an inline TOML table (PEP 610); None if in a package index."""
+    try:
+        origin = distribution("worldsize").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return _table(path=str(bundle()), editable=True)
+    if origin is None:
+        return None
+    facts = json.loads(origin)
+    if vcs := facts.get("vcs_info"):
+        return _table(git=facts["url"], rev=vcs["commit_id"])
+    if facts["url"].startswith("file:"):
+        path = unquote(urlparse(facts["url"]).path)
+        return _table(path=path, **({"editable": True} if "dir_info" in facts else {}))
+    return _table(url=facts["url"])
+
+
+def _table(**values: str | bool) -> str:
+    return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items()) + " }"

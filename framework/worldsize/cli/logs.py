@@ -1,0 +1,139 @@
+"""``worldsize logs RUN``: the output of a run's processes, each line with a prefix such as "[worker 3]"."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from worldsize.config.arguments import whole
+from worldsize.core.limits import Range
+from worldsize.errors import WorldsizeError
+from worldsize.files import open_regular
+from worldsize.launch.scheduled import Scheduler, is_alive
+from worldsize.messages import printable, refuse
+from worldsize.observe.debug_summary import debug_summary
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import look
+from worldsize.spans import named
+
+_POLL = 0.2  # seconds
+_LONGEST = 1 << 20  # bytes of a line that are shown at once
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize logs", description=__doc__)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument(
+        "--rank",
+        type=whole(Range(least=0)),
+        action="append",
+        help="of these ranks alone; may be given more than once",
+    )
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run ends")
+    parser.add_argument("--debug", action="store_true", help="what NCCL and torch said with cluster.debug, summarised")
+    options = parser.parse_args()
+    run = RunDirectory(options.run.resolve())
+    scheduler = Scheduler(run)
+    try:
+        if options.debug:
+            print(_debugged(run))
+            return
+        if command := _of_launcher(scheduler, follow=options.follow):
+            sys.exit(_shown(command))
+        recorded = look(run)
+        if recorded.failure:
+            print(f"attempt {len(recorded.attempts)}: {recorded.failure}", flush=True)
+        for line in lines(scheduler, options.rank, follow=options.follow):
+            print(line, flush=options.follow)
+    except WorldsizeError as error:
+        sys.exit(refuse(error))
+    except (KeyboardInterrupt, BrokenPipeError):
+        sys.exit(130)
+
+
+def _debugged(run: RunDirectory) -> str:
+    """Return the summary of what NCCL and torch logged, and say first why there is little of it in most runs."""
+    view = look(run)
+    if not view.manifest["config"].get("cluster", {}).get("debug"):
+        print("the run had cluster.debug=false, so little was logged. Set cluster.debug=true.", file=sys.stderr)
+    return debug_summary(run, view.attempts[-1] if view.attempts else None)
+
+
+def _of_launcher(scheduler: Scheduler, *, follow: bool) -> Sequence[str]:
+    """Run the launcher's own command for logs if they are not in the run folder; return its exit code."""
+    view = look(scheduler.run)
+    if view.job is None or view.attempts:
+        return ()
+    launcher = scheduler.launcher
+    return launcher.log_command(view.job, follow=follow) if launcher else ()
+
+
+def _shown(command: Sequence[str]) -> int:
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(*_escaped(line), sep="\n", flush=True)
+        return process.returncode
+    except OSError as error:
+        raise WorldsizeError(f"{command[0]} shows the logs of this run but cannot be started here: {error}.") from error
+
+
+def lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: bool) -> Iterator[str]:
+    """Yield the lines of all logs of the run, escaped, with their prefixes; with ``follow`` until the run has ended.
+
+    Raises:
+        WorldsizeError: the folder is not a run, no process of it has one of the ranks, or a log cannot be read. The
+            others are shown before.
+    """
+    read: dict[Path, int] = {}
+    unread: dict[Path, str] = {}
+    known: set[int] = set()
+    run = scheduler.run
+    while True:
+        ended = not is_alive(scheduler)
+        for path in sorted((run.path / "logs").rglob("*.log"), key=lambda path: path.name):
+            prefix, rank = _prefix(path)
+            known |= set() if rank is None else {rank}
+            if path in unread or not (ranks is None or rank in ranks):
+                continue
+            try:
+                new = _new(path, read, has_ended=ended)
+                yield from (f"{prefix}{line}" for output in new for line in _escaped(output))
+            except OSError as error:
+                unread[path] = error.strerror or str(error)
+        if ended or not follow:
+            break
+        time.sleep(_POLL)
+    if unread:
+        raise WorldsizeError("\n".join(f"{path} was not read: {why}." for path, why in unread.items()))
+    if unknown := sorted({*(ranks or ())} - known):
+        there = f"There is output of {named(sorted(known))}" if known else "No process has written any"
+        raise WorldsizeError(f"no process of {run.path} has rank {unknown[0]}. {there}.")
+
+
+def _prefix(path: Path) -> tuple[str, int | None]:
+    named = re.fullmatch(r"([a-z_]+)_(\d{5})", path.stem)
+    return (f"[{named[1]} {int(named[2])}] ", int(named[2])) if named else (f"[{path.stem}] ", None)
+
+
+def _new(path: Path, read: dict[Path, int], *, has_ended: bool) -> Iterator[bytes]:
+    """Yield lines added since the last call, long ones in parts; an incomplete last one only if it ``has_ended``."""
+    with open_regular(path) as file:
+        file.seek(read.get(path, 0))
+        while line := file.readline(_LONGEST):
+            if not (line.endswith(b"\n") or len(line) == _LONGEST or has_ended):
+                return
+            read[path] = file.tell()
+            yield line
+
+
+def _escaped(output: bytes) -> list[str]:
+    """Return the lines of a part of an output, with all control characters but tabs escaped."""
+    lines = output.decode(errors="replace").splitlines()
+    return ["\t".join(map(printable, line.split("\t"))) for line in lines]

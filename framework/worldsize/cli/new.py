@@ -1,0 +1,64 @@
+"""``worldsize new KIND NAME``: a strategy, launcher, recipe or logger of one's own, which runs, with a test."""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import re
+import sys
+from pathlib import Path
+
+from worldsize.cli.templates import planned, write
+from worldsize.config.catalogue import options, plugins
+from worldsize.errors import ConfigError
+from worldsize.messages import refuse
+
+_GROUPS = {"strategy": "strategy", "launcher": "cluster", "recipe": "recipe", "logger": "logger"}
+_TRY = {
+    "strategy": "uv run train.py strategy={name}",
+    "launcher": "uv run train.py +cluster={name}",
+    "recipe": "uv run train.py recipe={name}",
+    "logger": "uv run train.py logger={name}",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize new", description=__doc__)
+    parser.add_argument("kind", choices=_GROUPS)
+    parser.add_argument("name", help="lower case, e.g. my_strategy; it becomes a module and an option")
+    arguments = parser.parse_args()
+    try:
+        written = new(arguments.kind, arguments.name, Path.cwd())
+    except ConfigError as error:
+        sys.exit(refuse(error))
+    for path in written:
+        print(path.relative_to(Path.cwd()))
+    print(
+        f"\ntry it:   {_TRY[arguments.kind].format(name=arguments.name)}\n"
+        f"test it:  uv run pytest tests/test_{arguments.name}.py"
+    )
+
+
+def new(kind: str, name: str, folder: Path) -> list[Path]:
+    """Create a plugin or recipe below ``folder``; return the files that were written.
+
+    Raises:
+        ConfigError: the name is taken, or is not a module name.
+    """
+    check_name(name)
+    _check_free(kind, name)
+    return list(write(planned(kind, folder, name=name)))
+
+
+def check_name(name: str) -> None:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise ConfigError(f"{name!r} cannot be the name of a module. Use lower-case letters, digits and underscores.")
+
+
+def _check_free(kind: str, name: str) -> None:
+    for option in options():
+        if (option.group, option.name) == (_GROUPS[kind], name):
+            raise ConfigError(f"{option.group}={name} is taken by {option.file}. Choose another name.")
+    for plugin in plugins():
+        if plugin.name == f"{'recipes' if kind == 'recipe' else 'plugins'}.{name}":
+            raise ConfigError(f"{plugin.name} is taken by {plugin.folder}. Choose another name.")

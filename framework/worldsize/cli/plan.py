@@ -1,0 +1,347 @@
+"""``worldsize plan [OPTION ...]``: which rank does what, and what a step will cost under every strategy.
+
+Nothing is started; the recipe takes a few steps on this machine, unless --model-size and --compute say what it needs.
+With a range of sizes, as cluster.nodes=1..64, the step of one strategy is predicted for 1, 2, 4, ... nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from worldsize.cli import call_composed, exit_process
+from worldsize.config.arguments import number
+from worldsize.config.compose import choices, task_overrides
+from worldsize.core import Cluster
+from worldsize.core.limits import Range
+from worldsize.dist.cost.checkpoints import mtbf_seconds
+from worldsize.dist.cost.crossings import crossings_text
+from worldsize.errors import ConfigError, WorldsizeError, neighbours
+from worldsize.messages import CONFIG_ERROR, duration, refuse
+from worldsize.plan.advice import (
+    WANTED,
+    best_text,
+    detected_memory_bytes,
+    formula_text,
+    links_text,
+    price_per_million,
+    retuning_text,
+    rule_text,
+    size_text,
+    time_text,
+    unfit,
+)
+from worldsize.plan.curve import Curve, sizes_in
+from worldsize.plan.earlier_runs import earlier_runs, measured_restart, measured_save, newest_like
+from worldsize.plan.rank_table import rank_table
+from worldsize.record.redaction import redacted_arguments
+
+if TYPE_CHECKING:
+    from worldsize.config.settings import Settings
+    from worldsize.plan.forecast import Forecast
+    from worldsize.plan.predictor import Predictor
+
+_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize plan", description=__doc__)
+    parser.add_argument("overrides", nargs="*", help="as of train, e.g. +cluster=slurm cluster.nodes=4 strategy=mesh")
+    parser.add_argument(
+        "--model-size", type=number(Range(least=1)), metavar="N", help="parameters, e.g. 1e9, instead of the recipe's"
+    )
+    parser.add_argument("--precision", choices=_SIZES, default="fp32", help="of all its numbers, sent and kept")
+    parser.add_argument("--compute", type=_seconds, metavar="TIME", help="of a rank in a step, e.g. 250ms")
+    parser.add_argument(
+        "--overlap", type=number(Range(least=0, most=1)), help="share of compute behind which bytes travel"
+    )
+    share = number(Range(least=0, most=1))
+    sweep = "with --compute: bytes of parameters at which the efficiency falls to SHARE (0.5)"
+    parser.add_argument("--payload", type=share, nargs="?", const=0.5, metavar="SHARE", help=sweep)
+    adds = "of a curve (cluster.nodes=1..64): what a further process must add, of the speed of one (0.5)"
+    parser.add_argument("--knee", type=share, default=0.5, metavar="SHARE", help=adds)
+    parser.add_argument("--study", type=Path, metavar="FOLDER", help="of a curve: worldsize report FOLDER draws it")
+    parser.add_argument("--strategies", metavar="NAMES", help="compare these alone, e.g. ddp,fsdp,mesh")
+    parser.add_argument("--save", type=_seconds, metavar="TIME", help="by which a save holds up training, e.g. 2s")
+    parser.add_argument("--restart", type=_seconds, metavar="TIME", help="from a failure until training goes on")
+    parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
+    exit_process(plan(parser.parse_intermixed_args()))
+
+
+def _seconds(text: str) -> float:
+    unit = next((unit for unit in _UNITS if text.endswith(unit)), None)
+    if unit is None:
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: write e.g. 250ms")
+    return number(Range(above=0))(text.removesuffix(unit)) * _UNITS[unit]
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Print the plan and its forecasts; return 0, or 2 if the configuration cannot run or be predicted."""
+    try:
+        words, sizes = sizes_in(options.overrides)
+        if options.study is not None and sizes is None:
+            raise ConfigError("--study has a curve, of which no range is given. Add one, e.g. cluster.nodes=1..64.")
+    except ConfigError as error:
+        return refuse(error)
+    return call_composed(lambda cfg: _show(cfg, options, sizes), words)
+
+
+def _show(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str] | None) -> int:
+    from worldsize.config.composed import settings_of
+    from worldsize.plan.predictor import Given, Predictor, links_of
+    from worldsize.world.fork import will_fork
+
+    will_fork()
+    if options.model_size is not None and options.compute is None:
+        raise ConfigError("--model-size does not determine a step's time. Add --compute, e.g. --compute 250ms.")
+    single = sizes is not None or options.payload is not None
+    names = [choices()["strategy"]] if single and not options.strategies else _names(options.strategies)
+    size = None if options.model_size is None else options.model_size * _SIZES[options.precision]
+    links = links_of(options.links) if options.links else {}
+    predictor = Predictor(Given(size, options.compute, options.overlap, links))
+    typed = any(word.startswith("batch_size=") for word in task_overrides())
+    shared = None if size is None or typed else _SAMPLES_PER_LOGICAL_RANK
+    if options.payload is not None:
+        return _payload(predictor, options, names)
+    if sizes is not None:
+        return _curve(predictor, options, sizes, names, cfg, shared)
+    settings = settings_of(cfg, samples_per_logical_rank=shared)
+    groups = settings.strategy.groups(settings.cluster)
+    _print(rank_table(settings.cluster, groups), crossings_text(settings.cluster, groups))
+    cluster = predictor.cluster(settings)
+    memory = cluster.device_memory or detected_memory_bytes(cluster)  # before data are loaded
+    forecasts, refused = _forecasts(predictor, shared, names)
+    unfitting = {
+        name: why
+        for name, each in forecasts.items()
+        if (why := unfit(each, memory, processes=cluster.processes_per_node))
+    }
+    _print(rule_text(settings.config["cluster"]) if len(names) > 1 else "")
+    _print(*_compared(settings, forecasts, unfitting, options, priced=not shared))
+    _print(
+        "" if shared else _batch_text(settings),
+        links_text(cluster, options.links),
+        "" if memory is not None else _UNKNOWN,
+        formula_text(forecasts),
+        *(f"{name}: {why}" for name, why in {**unfitting, **refused}.items()),
+    )
+    if not shared and (warning := _retuning_text(settings)):
+        print(warning, file=sys.stderr)
+    return 0 if forecasts else CONFIG_ERROR
+
+
+_ASSUMED_SAVE, _ASSUMED_RESTART = 1.0, 60.0  # seconds, until a run has measured them
+_SAMPLES_PER_LOGICAL_RANK = 16  # with --compute no sample is drawn, but pipelines divide micro-batches by this
+_UNKNOWN = "Device memory is not known here. Set cluster.device_memory, and what is too large is refused."
+
+
+def _print(*lines: Table | str) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for line in filter(None, lines):
+        console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
+
+
+# ---------------------------------------------------------------- what it costs
+
+
+def _names(chosen: str | None) -> list[str]:
+    """Return the names of the strategies to compare: those in the comma-separated ``chosen``, or all."""
+    known = GlobalHydra.instance().config_loader().get_group_options("strategy")
+    for name in (names := chosen.split(",") if chosen else known):
+        if name not in known:
+            raise ConfigError(f"no strategy {name!r}{neighbours(name, known)}")
+    return names
+
+
+def _forecasts(
+    predictor: Predictor, shared: int | None, names: Sequence[str]
+) -> tuple[dict[str, Forecast], dict[str, str]]:
+    """Map each strategy to its forecast, or to the reason why there is none."""
+    forecasts: dict[str, Forecast] = {}
+    refused: dict[str, str] = {}
+    for name, settings in _strategies(refused, shared, names):
+        _note(f"trying {name}")
+        try:
+            forecasts[name] = predictor.forecast(settings)
+        except ConfigError as error:
+            refused[name] = str(error)
+    _note("")
+    return forecasts, refused
+
+
+def _note(text: str) -> None:
+    """Show ``text`` in place of the last line. Not in a thread, since processes are forked meanwhile."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _strategies(
+    refused: dict[str, str], shared: int | None, names: Sequence[str], more: Sequence[str] = ()
+) -> Iterator[tuple[str, Settings]]:
+    """Return the run's settings by strategy: defaults for most, the typed options for the chosen one.
+
+    ``more`` are further options, which take the place of typed ones.
+    """
+    from worldsize.config.composed import settings_of
+
+    typed = task_overrides()
+    chosen = next((word.partition("=")[2] for word in typed if word.startswith("strategy=")), "")
+    others = [word for word in typed if not word.startswith(("strategy=", "strategy.", "+strategy."))]
+    others += ["cluster.scale_lr=none", "cluster.base_batch=null"]  # no cost depends on lr, and most refuse a rule
+    for name in names:
+        words = [*typed, *more] if name == chosen else [*others, *more, f"strategy={name}"]
+        try:
+            yield name, settings_of(compose("config", overrides=words), samples_per_logical_rank=shared)
+        except WorldsizeError as error:
+            refused[name] = str(error)
+        except Exception as error:  # any exception: a plugin may be broken that nobody has chosen
+            if name == chosen:
+                raise
+            refused[name] = f"it is broken: {type(error).__name__}: {error}"
+
+
+def _curve(
+    predictor: Predictor,
+    options: argparse.Namespace,
+    sizes: Sequence[str],
+    names: Sequence[str],
+    cfg: DictConfig,
+    shared: int | None,
+) -> int:
+    """Print how the step of each strategy changes over sizes, and write the study if one is asked for.
+
+    With --compute each logical rank keeps its samples (weak scaling), ``shared`` of them or as many as now.
+    """
+    from worldsize.config.composed import settings_of
+
+    if (is_weak := options.compute is not None) and shared is None:
+        settings = settings_of(cfg)
+        shared = settings.training.batch_size // settings.logical_ranks
+    what = choices()["recipe"] if options.model_size is None else f"{options.model_size:g} parameters"
+    curve = Curve(what, is_weak=is_weak)
+    for word in sizes:
+        reasons: dict[str, str] = {}
+        curve.add(word, _strategies(reasons, shared, names, [word]), predictor, reasons)
+    _note("")
+    _print(*curve.shown(options.knee))
+    if curve.points and options.study is not None:
+        command = shlex.join(["worldsize", "plan", *redacted_arguments(sys.argv[1:])])
+        _print(str(curve.write(options.study, command=command, least=options.knee)))
+    return 0 if curve.points else CONFIG_ERROR
+
+
+def _payload(predictor: Predictor, options: argparse.Namespace, names: Sequence[str]) -> int:
+    """Print the efficiency of each strategy by the bytes of its parameters, and where it falls to the wanted share."""
+    from worldsize.plan.payload import PayloadSweep
+
+    if options.compute is None or options.model_size is not None:
+        raise ConfigError(
+            "--payload varies the parameters beside a computation that stays. Add --compute, e.g. --compute 250ms, and "
+            "leave --model-size out."
+        )
+    refused: dict[str, str] = {}
+    sweep = PayloadSweep(options.payload)
+    sweep.add(_strategies(refused, _SAMPLES_PER_LOGICAL_RANK, names), predictor, refused)
+    _print(*sweep.shown(), *(f"{name}: {why}" for name, why in refused.items()))
+    return 0 if sweep.limits else CONFIG_ERROR
+
+
+def _compared(
+    settings: Settings,
+    forecasts: Mapping[str, Forecast],
+    unfitting: Mapping[str, str],
+    options: argparse.Namespace,
+    *,
+    priced: bool,
+) -> Iterator[Table | str]:
+    """Yield what each strategy costs, which is best, and when a run under it will have ended."""
+    if forecasts:
+        yield _cost_table(forecasts, unfitting, settings, priced=priced)
+    yield best_text(forecasts, unfitting)
+    cluster, fitting = settings.cluster, forecasts.keys() - unfitting.keys()
+    if (cluster.mtbf_hours or cluster.spot_market) and fitting:
+        step_seconds = min(forecasts[name].step_seconds for name in fitting)
+        yield from _finish(settings, step_seconds * settings.training.steps, options)
+
+
+def _cost_table(
+    forecasts: Mapping[str, Forecast], unfitting: Mapping[str, str], settings: Settings, *, priced: bool
+) -> Table:
+    """Build the table of forecasts; ``priced`` adds the cost of samples, if the cluster has prices."""
+    cluster = settings.cluster
+    price = (cluster.price_per_hour or 0.0) * cluster.all_nodes if priced else 0.0
+    columns = ["memory a rank", "sent a rank", "leaves a node", "communication", "exposed", "step", "efficiency"]
+    columns += [f"compute for {WANTED:.0%}", *(["a million samples"] if price else [])]
+    table = Table("strategy", *columns, title=f"{cluster.processes} processes on {cluster.nodes} nodes")
+    ranked = sorted(forecasts.items(), key=lambda item: (item[0] in unfitting, item[1].step_seconds))
+    for place, (name, each) in enumerate(ranked):
+        cost = each.cost
+        cells = [size_text(size) for size in (cost.memory_bytes, cost.sent_bytes, cost.across_bytes)]
+        cells += [time_text(each) for each in (cost.communication_seconds, each.exposed_seconds, each.step_seconds)]
+        cells += [f"{each.efficiency:.1%}", time_text(each.compute_seconds_for(WANTED))]
+        cells += [f"{price_per_million(each, settings.training.batch_size, price):.2f}"] if price else []
+        cells[0] += " *" if each.by_formula else ""
+        cells[0] += " ✗" if name in unfitting else ""
+        table.add_row(name, *cells, style="dim" if name in unfitting else "" if place else "bold")
+    return table
+
+
+def _finish(settings: Settings, work: float, options: argparse.Namespace) -> tuple[Table, str]:
+    """Build the table of when the run will have ended under the best strategy, and say what it assumes."""
+    from worldsize.plan.finish import finish
+
+    cluster, run = settings.cluster, newest_like(settings, _folder(settings))
+    save = options.save or (run and measured_save(run)) or _ASSUMED_SAVE
+    restart = options.restart or (run and measured_restart(run)) or _ASSUMED_RESTART
+    offers = {"these nodes": (cluster.price_per_hour, mtbf_seconds(cluster.mtbf_hours, cluster.nodes))}
+    if spot := cluster.spot_market:
+        offers["spot"] = (spot.price_per_hour, mtbf_seconds(spot.mtbf_hours, cluster.nodes))
+    table = Table("nodes", "failure every", "save every", "failures", "time", "80 % of runs", "price", "80 % of runs")
+    for name, (price, mtbf) in offers.items():
+        end = finish(work, save, mtbf, restart)
+        early, usual, late = end.seconds
+        cells = [duration(mtbf), duration(end.interval), f"{end.failures:.1f}", duration(usual)]
+        table.add_row(name, *cells, f"{duration(early)} to {duration(late)}", *_prices(end.seconds, cluster, price))
+    if run and (seconds := run.results.get("goodput", {}).get("total_seconds")):
+        cells = ["", "", str(len(run.attempts) - 1), duration(seconds), ""]
+        paid, _ = _prices([seconds] * 3, cluster, cluster.price_per_hour)
+        table.add_row(f"{run.directory.path.name} took", *cells, paid, style="dim")
+    return table, f"A save holds up training for {duration(save)}, and a restart takes {duration(restart)}."
+
+
+def _prices(seconds: Sequence[float], cluster: Cluster, price_per_hour: float | None) -> tuple[str, str]:
+    if price_per_hour is None:
+        return "", ""
+    early, usual, late = (each / 3600 * cluster.all_nodes * price_per_hour for each in seconds)
+    return f"{usual:,.2f}", f"{early:,.2f} to {late:,.2f}"
+
+
+def _batch_text(settings: Settings) -> str:
+    each = settings.training.batch_size // settings.logical_ranks
+    return f"Global batch: {settings.training.batch_size} samples a step, {settings.logical_ranks} × {each}."
+
+
+def _retuning_text(settings: Settings) -> str | None:
+    """Return what to retune if the newest run of this recipe had another global batch; else None."""
+    for run in earlier_runs(_folder(settings)):
+        with suppress(WorldsizeError, KeyError):
+            then = int(run.manifest["config"]["batch_size"])
+            return retuning_text(then, settings.training.batch_size, settings.training.lr, str(run.directory.path))
+    return None
+
+
+def _folder(settings: Settings) -> Path:
+    """Return the folder of the runs of this recipe."""
+    return settings.run.root / choices()["recipe"]

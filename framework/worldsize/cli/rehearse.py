@@ -1,0 +1,280 @@
+"""``worldsize rehearse [OPTION ...]``: what each rank of a run would hold, send and wait for; nothing is launched.
+
+The run's own code builds each rank's replica, takes steps and evaluates; the other ranks are absent, and are taken to
+have the same tensors. A rank whose collectives differ from its peers' is named, with the lines of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from worldsize.cli import call_composed, exit_process
+from worldsize.config.arguments import whole
+from worldsize.core.limits import Range
+from worldsize.errors import ConfigError
+from worldsize.spans import named, spans
+
+if TYPE_CHECKING:
+    from worldsize.config.settings import Settings
+    from worldsize.plan.rehearsal.calls import Call
+    from worldsize.plan.rehearsal.rank import Rehearsed
+
+_FAILED = 1  # exit code if ranks make different calls, deadlock or fail
+_SHOWN = 8  # differences
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize rehearse", description=__doc__)
+    parser.add_argument("overrides", nargs="*", help="as of train, e.g. strategy=fsdp cluster.processes=64")
+    parser.add_argument("--ranks", metavar="RANKS", help="e.g. 0,5,60-63 or all; all of 64 at most unless you say so")
+    parser.add_argument("--steps", type=whole(Range(least=1)), default=2, help="training steps (default: 2)")
+    parser.add_argument("--without-evaluation", action="store_true", help="leave out two batches of each split")
+    parser.add_argument(
+        "--fake",
+        action="store_true",
+        help="tensors without memory or numbers, for what does not fit here: fsdp, hsdp, mesh",
+    )
+    parser.add_argument("--calls", type=int, metavar="RANK", help="list the collectives of this rank, in order")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what each rank did")
+    exit_process(rehearse(parser.parse_intermixed_args()))
+
+
+def rehearse(options: argparse.Namespace) -> int:
+    """Rehearse the ranks and print the outcome; return 0, 1 if ranks disagree or fail, 2 if the run cannot start."""
+    return call_composed(lambda cfg: _rehearse(cfg, options), options.overrides)
+
+
+def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
+    from worldsize.config.composed import settings_of
+    from worldsize.plan.absent_peers import check_alone
+    from worldsize.plan.construction import check_construction, check_trainable
+    from worldsize.plan.rehearsal.rank import Part
+    from worldsize.plan.rehearsal.ranks import chosen_ranks, rehearse
+    from worldsize.world.fork import will_fork
+
+    will_fork()
+    settings = settings_of(cfg)
+    check_trainable(settings.recipe, settings.strategy)
+    check_construction(
+        settings.recipe,
+        settings.strategy,
+        settings.numerics,
+        settings.cluster,
+        schedule_metric=settings.training.schedule_metric,
+    )
+    check_alone(settings)
+    size = settings.cluster.processes
+    ranks = chosen_ranks(settings) if options.ranks is None else _ranks(options.ranks, size)
+    _check(options, ranks)
+    part = Part(options.steps, options.fake, not options.without_evaluation)
+    console = Console(stderr=True)
+    with Progress(
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        auto_refresh=False,  # no thread: this forks
+    ) as progress:
+        bar = progress.add_task("rehearsing", total=len(ranks))
+        rehearsed = rehearse(
+            settings, ranks, part, note=lambda done: progress.update(bar, completed=done, refresh=True)
+        )
+    if options.json:
+        _write(options.json, rehearsed)
+    if (refusal := _common_refusal(rehearsed)) is not None:
+        raise ConfigError(refusal)
+    return _show(rehearsed, settings, options)
+
+
+def _check(options: argparse.Namespace, ranks: Sequence[int]) -> None:
+    """Raise ConfigError if the output could not be written or shown, before time is spent."""
+    if options.calls is not None and options.calls not in ranks:
+        raise ConfigError(
+            f"--calls {options.calls}: that rank is not rehearsed. Take one of {spans(ranks)}, or name it in --ranks."
+        )
+    file: Path | None = options.json
+    if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        raise ConfigError(f"--json {file}: it cannot be written. Name a file in a folder that exists and is yours.")
+
+
+def _write(file: Path, rehearsed: Sequence[Rehearsed]) -> None:
+    try:
+        file.write_text(json.dumps([_facts(each) for each in rehearsed], indent=1))
+    except OSError as error:
+        raise ConfigError(f"--json {file}: it cannot be written ({error.strerror}). Name another file.") from None
+
+
+def _common_refusal(rehearsed: Sequence[Rehearsed]) -> str | None:
+    """Return the configuration error that all ranks raise; None if some ranks do not."""
+    refusals = {each.refusal for each in rehearsed}
+    return refusals.pop() if len(refusals) == 1 else None
+
+
+def _facts(rehearsed: Rehearsed) -> dict[str, Any]:
+    """Return the facts about a rank for the JSON file: its memory, and its calls with abbreviated ranks."""
+    calls = [
+        {
+            "step": call.step,
+            "phase": call.phase,
+            "operation": call.operation,
+            "form": call.form,
+            "ranks": spans(call.group.ranks),
+            "peer": call.peer,
+            "nbytes": call.nbytes,
+            "site": call.site,
+        }
+        for call in rehearsed.calls
+    ]
+    peaks: dict[str, Any] = {"building": asdict(rehearsed.building), "peak": asdict(rehearsed.peak)}
+    peaks["evaluation"] = rehearsed.evaluation and asdict(rehearsed.evaluation)
+    return {"rank": rehearsed.rank, "error": rehearsed.error, **peaks, "calls": calls}
+
+
+def _ranks(text: str, size: int) -> list[int]:
+    """Read ranks such as "0,5,60-63"."""
+    if text == "all":
+        return list(range(size))
+    ranks: set[int] = set()
+    for word in text.split(","):
+        first, _, last = word.partition("-")
+        try:
+            some = range(int(first), int(last or first) + 1)
+        except ValueError:
+            raise ConfigError(f"--ranks {text}: {word!r} is not a rank. Write e.g. --ranks 0,5,60-63 or all.") from None
+        if not some:
+            raise ConfigError(
+                f"--ranks {text}: {word!r} is an empty range. Write the smaller one first: {last}-{first}."
+            )
+        if beyond := sorted(rank for rank in (some[0], some[-1]) if not 0 <= rank < size):
+            raise ConfigError(f"--ranks {text}: there is no rank {beyond[0]} among {size}. They are 0 to {size - 1}.")
+        ranks |= {*some}
+    return sorted(ranks)
+
+
+# ---------------------------------------------------------------- the outcome
+
+
+def _show(rehearsed: Sequence[Rehearsed], settings: Settings, options: argparse.Namespace) -> int:
+    _print(_table(rehearsed, settings, options))
+    if options.calls is not None:
+        _print(_calls_table(rehearsed, options.calls))
+    if restless := [each.rank for each in rehearsed if not each.is_settled]:
+        print(_UNSETTLED.format(named(restless)))
+        return _FAILED
+    wrong, failed = _wrong(rehearsed), _failures(rehearsed)
+    for line in [*wrong, *failed]:
+        print(line)
+    if wrong:
+        print(
+            "Let neither the rank, nor data, nor random numbers decide which collectives a rank calls, and with what."
+        )
+    elif not failed and len(rehearsed) == 1:
+        print(f"Rank {rehearsed[0].rank} was rehearsed alone: there is no other to which its calls were compared.")
+    elif not failed:
+        print(f"All {len(rehearsed)} ranks make the same calls in the same order, and none waits for ever.")
+    return _FAILED if wrong or failed else 0
+
+
+_UNSETTLED = (
+    "What {} call still changes each time that all are rehearsed with what the others have said, so that nothing is "
+    "known of who differs. Let ranks agree in fewer turns on what they call, or rehearse fewer steps: --steps."
+)
+
+
+def _wrong(rehearsed: Sequence[Rehearsed]) -> list[str]:
+    """Describe where ranks make different calls, messages that do not match, or else a deadlock."""
+    from worldsize.plan.rehearsal.differences import differences
+    from worldsize.plan.rehearsal.waiting import deadlock, mismatches
+
+    parted = differences(rehearsed)
+    problems = [str(each) for each in parted[:_SHOWN]]
+    if len(parted) > _SHOWN:
+        problems.append(f"... and {len(parted) - _SHOWN} more groups whose calls part")
+    problems += mismatches(rehearsed)[:_SHOWN]
+    if not problems and all(each.error is None for each in rehearsed) and (stuck := deadlock(rehearsed)) is not None:
+        problems.append(str(stuck))
+    return problems
+
+
+def _failures(rehearsed: Sequence[Rehearsed]) -> list[str]:
+    """Describe the ranks' errors, grouping ranks with the same error."""
+    by_text: dict[str, list[int]] = defaultdict(list)
+    for each in rehearsed:
+        if each.error is not None:
+            by_text[each.error].append(each.rank)
+    problems = [f"{named(ranks)} fail{'s' if len(ranks) == 1 else ''} {text}" for text, ranks in by_text.items()]
+    if absent := sorted(_absent_roots(rehearsed)):
+        problems.append(f"What {named(absent)} would have given them is not known: add {spans(absent)} to --ranks.")
+    return problems
+
+
+def _absent_roots(rehearsed: Sequence[Rehearsed]) -> set[int]:
+    """Return the ranks that were not rehearsed but from which failed ranks had requested objects."""
+    last = [each.calls[-1].form for each in rehearsed if each.error is not None and each.calls]
+    roots = {int(form.removeprefix(_FROM)) for form in last if form.startswith(_FROM)}
+    return roots - {each.rank for each in rehearsed}
+
+
+_FROM = "objects, root "
+
+
+def _print(table: Table) -> None:
+    Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False, markup=False)
+
+
+def _table(rehearsed: Sequence[Rehearsed], settings: Settings, options: argparse.Namespace) -> Table:
+    """Build a table with one row for all ranks that have the same figures."""
+    from worldsize.plan.advice import size_text
+    from worldsize.plan.rehearsal.storage_log import PARTS
+    from worldsize.plan.rehearsal.traffic import traffic
+
+    rows: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    last: int = options.steps
+    for each in rehearsed:
+        sent = traffic(each, settings.cluster.processes_per_node, step=last)
+        held = [each.peak.nbytes, *(each.peak.parts.get(part, 0) for part in PARTS)]
+        evaluation = size_text(each.evaluation.nbytes) if each.evaluation else "-"
+        cells = [
+            *map(size_text, held),
+            size_text(each.building.nbytes),
+            evaluation,
+            size_text(sent.inside),
+            size_text(sent.across),
+            str(sent.calls),
+        ]
+        rows[tuple(cells)].append(each.rank)
+    columns = ["ranks", "peak", *PARTS, "building", "evaluation", "sent in the node", "sent across", "calls"]
+    title = f"{settings.cluster.processes} processes on {settings.cluster.nodes} nodes, step {last}"
+    table = Table(*columns, title=title)
+    for row, ranks in rows.items():
+        table.add_row(spans(ranks), *row)
+    return table
+
+
+def _calls_table(rehearsed: Iterable[Rehearsed], rank: int) -> Table:
+    calls: Sequence[Any] = next((each.calls for each in rehearsed if each.rank == rank), ())
+    table = Table("step", "call", "ranks", "from", title=f"collectives of rank {rank}")
+    for call in calls:
+        peer = "any" if call.peer is None else str(call.peer)
+        with_whom = peer if call.is_message else spans(call.group.ranks)
+        table.add_row(_moment(call), call.described, with_whom, call.site)
+    return table
+
+
+def _moment(call: Call) -> str:
+    """Abbreviate the step of a call, or its purpose outside steps."""
+    if not call.step:
+        return "-"
+    return f"{call.step}" if call.phase == "step" else f"{call.step} {call.phase}"

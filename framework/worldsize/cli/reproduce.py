@@ -1,0 +1,298 @@
+"""``worldsize reproduce MANIFEST [OVERRIDE ...]``: re-create a run from its record, and say how exactly."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from worldsize.cli import exit_process
+from worldsize.cli.compare import EXIT_CODES, add_report_options, show
+from worldsize.config.compose import assigned
+from worldsize.config.overrides import key_of
+from worldsize.config.search_path import bundle
+from worldsize.core import ContainerImage
+from worldsize.errors import WorldsizeError
+from worldsize.launch.recorded_run import check_recorded_targets, recorded_flags, recorded_overrides, target_names
+from worldsize.messages import ask, refuse
+from worldsize.record.checkout import checked_out, patched_files, read_patch
+from worldsize.record.compare import compare_runs
+from worldsize.record.container import (
+    ENGINES,
+    Container,
+    built,
+    engine_of,
+    engines_for,
+    passed_on,
+    recorded_image,
+)
+from worldsize.record.data import link_data
+from worldsize.record.dockerfile import Dockerfile, version_of_uv
+from worldsize.record.level import recorded_level
+from worldsize.record.plugins import check_kept, remove_compiled
+from worldsize.record.rebuild import (
+    Interpreter,
+    Lock,
+    Places,
+    contained,
+    different_packages,
+    present,
+    read_lock,
+    rebuilt,
+    to_be_installed,
+)
+from worldsize.record.redaction import REDACTED
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import RunView, view
+from worldsize.strict_json import strict
+from worldsize.world.scratch import temporary_folder
+
+_NO_COMMIT = "only what the record holds"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    manifest: Path
+    overrides: Sequence[str]
+    yes: bool
+    strict: bool
+    approximate: bool
+    rebuild: bool
+    container: str | None
+    base: str | None
+    json: bool
+    tolerance: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize reproduce", description=__doc__)
+    parser.add_argument("manifest", type=Path, help="run_manifest.json, or the run folder that holds it")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        help="changes, e.g. cluster.processes=4; some downgrade the reproducibility level",
+    )
+    parser.add_argument("--yes", action="store_true", help="run another user's manifest without asking")
+    parser.add_argument("--strict", action="store_true", help="refuse to run if anything downgrades the level")
+    parser.add_argument("--approximate", action="store_true", help="go on without recorded changes that are lost")
+    parser.add_argument(
+        "--rebuild", action="store_true", help="build the environment anew even if this one is identical"
+    )
+    parser.add_argument(
+        "--container",
+        choices=("auto", *ENGINES),
+        nargs="?",
+        const="auto",
+        help="run it in the recorded image, by its digest; if there is none, in one built from the recorded lock",
+    )
+    parser.add_argument("--base", metavar="IMAGE", help="the image that such a one begins with (python:VERSION-slim)")
+    add_report_options(parser)
+    try:
+        code = reproduce(Options(**vars(parser.parse_intermixed_args())))
+    except WorldsizeError as error:
+        code = refuse(error)
+    exit_process(code)
+
+
+def reproduce(options: Options) -> int:
+    """Repeat the run; return the verdict's exit code (see ``worldsize compare``), or the run's if it did not complete.
+
+    Raises:
+        WorldsizeError: the record is damaged or incomplete, or may not be run; nothing was started.
+    """
+    recorded = view(options.manifest)
+    original, manifest = recorded.directory, recorded.manifest
+    code, own = manifest["code"], recorded.is_own
+    check_recorded_targets(manifest, options.overrides, own=own)
+    has_plugins = check_kept(manifest.get("plugins", ()), original.plugins)
+    patch = read_patch(original.patch, code["patch_sha256"], approximate=options.approximate)
+    image = recorded_image(manifest["environment"]) if options.container else None
+    changed = [] if options.container else different_packages(manifest["environment"])
+    needs_lock = image is None if options.container else bool(changed or options.rebuild)
+    lock = read_lock(manifest["environment"], original.environment) if needs_lock else None
+    engine = engine_of(options.container, engines_for(image)) if options.container else None
+    if not own:
+        _ask(recorded, patch, lock, image.name if image else None, options)
+    overrides = _overrides(manifest, options, own=own)
+    clones = _clones(recorded)
+    with temporary_folder() as scratch:
+        root, plugins = scratch / "code", scratch / "kept"
+        if has_plugins:
+            shutil.copytree(original.plugins, plugins)
+            check_kept(manifest.get("plugins", ()), plugins)  # the copies that will run: the record may have changed
+        with checked_out(code, patch, root, clones) as folder:
+            if not own:
+                remove_compiled(root)
+            link_data(manifest["data"], folder, root, _launched_in(recorded))
+            if engine:
+                container = Container(engine, image or _built(engine, lock, scratch, options.base))
+                places = Places(
+                    folder, root, [*clones, *_launched_in(recorded), original.path], [_runs(original), scratch]
+                )
+                python = contained(container, places, cuda=manifest["cluster"]["device"] == "cuda")
+            else:
+                python = _python(lock, folder, root=root, clones=clones)
+            new, exit_code = _run(options, original, python, folder, overrides, plugins)
+    return exit_code or _report(options, original, new)
+
+
+def _clones(recorded: RunView) -> list[Path]:
+    """List the folders whose git repositories may contain the commit.
+
+    Git runs programs that a repository's settings name, so repositories that another user's record names or contains
+    are not used.
+    """
+    here = [Path.cwd(), bundle()]
+    if recorded.is_own:
+        checkout = recorded.manifest["code"]["checkout"]
+        return [*([Path(checkout)] if checkout else []), recorded.directory.path, *here]
+    return here
+
+
+def _launched_in(recorded: RunView) -> list[Path]:
+    """List the folders to resolve the run's relative paths in: where it was launched, and the working directory."""
+    code = recorded.manifest["code"]
+    then = [Path(code["checkout"]) / code["folder"]] if recorded.is_own and code["checkout"] else []
+    return [*then, Path.cwd()]
+
+
+def _ask(recorded: RunView, patch: bytes, lock: Lock | None, image: str | None, options: Options) -> None:
+    """Show everything that another user's record would fetch, install or run here, and ask for agreement."""
+    manifest, code = recorded.manifest, recorded.manifest["code"]
+    places = ", ".join(map(str, (*_clones(recorded), *([code["remote"]] if code["remote"] else []))))
+    facts = {
+        "run": [manifest["run_id"]],
+        "code": [f"{code['commit']} from the first that has it: {places}"] if code["commit"] else [_NO_COMMIT],
+        "with changes": [f"patch with SHA-256 {code['patch_sha256']}", *patched_files(patch)] if patch else [],
+        "plugins": [f"{each['name']} with digest {each['sha256']}" for each in manifest.get("plugins", ())],
+        "targets": target_names(manifest["config"]),
+        "options": manifest["overrides"],
+        "image": [image] if image else [],
+        "other packages": [] if options.container else different_packages(manifest["environment"]),
+        "to be installed": to_be_installed(lock) if lock else [],
+        "data": list(manifest["data"]["files"]),
+    }
+    ask(facts, yes=options.yes, deed="Install and run this code?")
+
+
+def _overrides(manifest: Mapping[str, Any], options: Options, *, own: bool) -> list[str]:
+    """Return the recorded overrides, with those typed now in their place."""
+    typed = {key_of(word) for word in options.overrides}
+    recorded = [word for word in recorded_overrides(manifest, own=own) if key_of(word) not in typed]
+    begun = manifest["config"].get("init_from")  # init_from may name a run; this is the checkpoint that was its newest
+    pinned = [assigned("init_from", begun)] if begun and "init_from" not in typed else []
+    revealed = (_revealed(word) if REDACTED in word else word for word in recorded)
+    return [*recorded_flags(manifest, own=own), *revealed, *pinned, *options.overrides]
+
+
+def _revealed(word: str) -> str:
+    key = word.partition("=")[0]
+    if not sys.stdin.isatty():
+        raise WorldsizeError(
+            f"the record does not hold the secret {key}. Give it as {key}='${{oc.env:NAME_OF_A_VARIABLE}}'."
+        )
+    return f"{key}={getpass.getpass(f'{key}: ')}"
+
+
+def _python(lock: Lock | None, folder: Path, *, root: Path, clones: Sequence[Path]) -> Interpreter:
+    if lock is None:
+        return present(root, clones=clones)
+    print("building the recorded environment with uv", file=sys.stderr, flush=True)
+    return rebuilt(lock, folder, root.parent)
+
+
+def _built(engine: str, lock: Lock | None, scratch: Path, base: str | None) -> ContainerImage:
+    """Build the image of the recorded environment, to which the code is shown from outside."""
+    assert lock is not None
+    folder = scratch / "image"
+    folder.mkdir()
+    lock.write(folder)
+    base = base or f"python:{lock.python}-slim"
+    image = Dockerfile(folder, base, lock.python, version_of_uv(), extras=None, has_project=False)
+    print(f"building the recorded environment with {engine}", file=sys.stderr, flush=True)
+    return built(engine, image.write(), f"worldsize-{hashlib.sha256(lock.content).hexdigest()[:12]}")
+
+
+# overrides are sent on standard input: one may be a secret, and every user can read a command line
+_CHILD = "import json, sys; sys.argv[1:] = json.load(sys.stdin); from worldsize.cli import main; main()"
+
+
+def _run(
+    options: Options,
+    original: RunDirectory,
+    python: Interpreter,
+    folder: Path,
+    overrides: Sequence[str],
+    plugins: Path,
+) -> tuple[RunDirectory, int]:
+    """Train in the checkout, only with the copies of plugins in the folder ``plugins``, if it exists.
+
+    Returns the new run's folder and its exit code.
+
+    Raises:
+        WorldsizeError: the run was refused; its reason has been shown.
+    """
+    runs, name = _runs(original), f"{original.id}_reproduced_{secrets.token_hex(3)}"
+    own = [
+        assigned("run.root", runs),
+        assigned("run.name", name),
+        assigned("run.reproduces", original.manifest),
+        f"run.strict={options.strict}",
+    ]
+    path = os.pathsep.join(map(str, (*python.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep))))
+    environment = {
+        **os.environ,
+        "WORLDSIZE_PLUGINS": str(plugins) if plugins.is_dir() else "",
+        "PYTHONPATH": path.strip(os.pathsep),
+        **python.variables,
+    }
+    done = subprocess.run(
+        [*python.command, "-c", _CHILD],
+        cwd=folder,
+        env=passed_on(python.command, environment),
+        input=json.dumps(["train", *overrides, *own]),
+        stdout=sys.stderr if options.json else None,
+        text=True,
+    )
+    folder_of_new = next(runs.glob(f"*/{escape(name)}"), None)
+    if folder_of_new is None:
+        raise WorldsizeError("the run was refused, see above.")
+    return RunDirectory(folder_of_new), done.returncode
+
+
+def _runs(original: RunDirectory) -> Path:
+    """Return the folder for the new run, next to the original or else in the working directory."""
+    beside = original.path.parents[1]
+    runs = beside if original.config.exists() and os.access(beside, os.W_OK) else Path.cwd() / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    return runs
+
+
+def _report(options: Options, original: RunDirectory, new: RunDirectory) -> int:
+    comparison = compare_runs(original.path, new.path, tolerance=options.tolerance)
+    level = recorded_level(view(new.path).manifest)
+    runs = {"original": str(original.path), "run": str(new.path), "reproducibility": asdict(level)}
+    report = strict({**comparison.describe(), **runs})
+    (new.path / "reproduction.json").write_text(json.dumps(report, indent=2) + "\n")
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(comparison, as_json=False)
+        text = f"reproducibility level: {level.level}: {level.why}"
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
+    return EXIT_CODES[comparison.verdict]

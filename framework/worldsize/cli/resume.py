@@ -1,0 +1,81 @@
+"""``worldsize resume RUN [OVERRIDE ...]``: continue a run from its newest undamaged checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from worldsize.checkpoint.format import HYPERPARAMETERS, PARTS, complete, step_of
+from worldsize.cli import call_composed, exit_process
+from worldsize.config.compose import compose_only, resolved
+from worldsize.errors import WorldsizeError
+from worldsize.launch.recorded_run import check_before_start, enter_project, placed
+from worldsize.messages import refuse
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import RunRecord, opened
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize resume", description=__doc__)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("overrides", nargs="*", help="changes, e.g. cluster.processes=2 or steps=2000")
+    parser.add_argument("--yes", action="store_true", help="resume another user's run without asking")
+    parser.add_argument("--allow-older", action="store_true", help="an older checkpoint may stand in for a damaged one")
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PART",
+        help="a key of the configuration that may have changed (e.g. lr, recipe), 'data', or a part of the state that "
+        "is not loaded (optimizer, schedule, hyperparameters, streams); may be given more than once",
+    )
+    options = parser.parse_intermixed_args()
+    try:
+        with opened(RunDirectory(options.run.resolve())) as record:
+            code = resume(record, options.overrides, options.ignore, allow_older=options.allow_older, yes=options.yes)
+    except WorldsizeError as error:
+        code = refuse(error)
+    exit_process(code)
+
+
+def resume(
+    record: RunRecord, overrides: Sequence[str], ignore: Sequence[str], *, allow_older: bool, yes: bool = False
+) -> int:
+    """Resume the run with ``overrides``; return the exit code of the training, as ``worldsize train`` does.
+
+    ``yes``: resume another user's run without asking.
+
+    Raises:
+        WorldsizeError: the run is complete, worldsize did not write its record, or it is another user's and the user
+            did not agree to it.
+    """
+    run, manifest, own = record.directory, record.manifest, record.is_own
+    if record.is_complete and not overrides:
+        raise WorldsizeError(f"the run {run.path} is complete. To train it further, give a larger number: steps=...")
+    words = enter_project(record, overrides, yes=yes)
+    arguments = [*words, *placed(record), f"checkpoint.allow_older={allow_older}", *_ignored(record, ignore)]
+
+    def task(cfg: DictConfig) -> int:
+        from worldsize.launch.execute import resume_run
+
+        return resume_run(cfg, record, words, ignore)
+
+    if own:
+        return call_composed(task, arguments)
+    cfg = compose_only(arguments)
+    check_before_start(manifest, resolved(cfg), overrides, yes=yes)
+    record.adopt()
+    return task(cfg)
+
+
+def _ignored(record: RunRecord, ignore: Sequence[str]) -> list[str]:
+    """Return the overrides that name the parts of the newest checkpoint not to load."""
+    parts = [part for part in ignore if part in (*PARTS, HYPERPARAMETERS)]
+    if record.manifest.get("resumed") or any(key not in (*parts, "data") for key in ignore):
+        parts.append(HYPERPARAMETERS)  # parts of the changed configuration, which no checkpoint may have yet
+    saved = complete(record.directory.checkpoints)
+    until = [f"checkpoint.ignore_until={step_of(saved[-1])}"] if saved else []
+    return [*until, f"checkpoint.ignore={parts}".replace(" ", "")]

@@ -1,0 +1,100 @@
+"""``worldsize watch RUN``: show a running job live, from any shell that sees its folder; exit with its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from worldsize.errors import WorldsizeError
+from worldsize.launch.scheduled import Scheduler, is_alive, state_of
+from worldsize.messages import outlive_output, printable, refuse
+from worldsize.observe.events import describe_event
+from worldsize.observe.progress import Plain
+from worldsize.observe.report.svg import plain
+from worldsize.observe.watch import Watched, damage_of, screen
+from worldsize.record.attempt import FailureRecord, failure_text
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import RunView, look
+
+_POLL = 0.5  # seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize watch", description=__doc__)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    run = RunDirectory(parser.parse_args().run.resolve())
+    outlive_output(needs_reader=True)
+    try:
+        sys.exit(watch(run, Console()))
+    except WorldsizeError as error:
+        sys.exit(refuse(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def watch(run: RunDirectory, console: Console, *, wait: Callable[[float], None] = time.sleep) -> int:
+    """Show the run until it ends; return the exit code of its last attempt, 1 if it was killed or never began.
+
+    Raises:
+        WorldsizeError: the folder is not a run.
+    """
+    watched, scheduler = Watched(run.path), Scheduler(run)
+    with _live(console) if console.is_terminal else _lines(console, run) as show:
+        while True:
+            alive = is_alive(scheduler)  # checked before reading, so that everything written until the end is shown
+            watched.look()
+            view = look(run)
+            show(watched, view, state_of(view, scheduler))
+            if not alive:
+                return _exit_code(view)
+            wait(_POLL)
+
+
+Show = Callable[[Watched, RunView, str], None]
+
+
+@contextmanager
+def _live(console: Console) -> Iterator[Show]:
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda watched, view, state: live.update(screen(watched, view.manifest, state), refresh=True)
+
+
+@contextmanager
+def _lines(console: Console, run: RunDirectory) -> Iterator[Show]:
+    """Print a line for each change of state, evaluation and event, and for a step at intervals."""
+    steps = Plain(look(run).manifest["config"].get("steps") or 0, console)
+    shown: set[str] = set()
+
+    def show(watched: Watched, view: RunView, state: str) -> None:
+        reasons = [each["exit_reason"] for each in view.attempts]
+        for number, reason in enumerate([*reasons[:-1], state], start=1):
+            failures = [failure_text(failure)] if (failure := _failure(view, number)) else []
+            for line in (printable(f"attempt {number}: {reason}"), *failures):
+                if f"{number} {line}" not in shown:
+                    shown.add(f"{number} {line}")
+                    console.print(line, style="red" if failure else None, highlight=False, markup=False)
+        if watched.damaged and (line := damage_of(watched)) not in shown:
+            shown.add(line)
+            console.print(line, highlight=False, markup=False)
+        for row in watched.new_metrics:
+            steps.show(row)
+        for event in watched.new_events:
+            console.print(plain(describe_event(event), at_most=200), highlight=False, markup=False)
+
+    yield show
+
+
+def _failure(view: RunView, number: int) -> FailureRecord | None:
+    return view.attempts[number - 1].get("failure") if view.attempts else None
+
+
+def _exit_code(view: RunView) -> int:
+    code = view.attempts[-1]["exit_code"] if view.attempts else None
+    return 1 if code is None else int(code)

@@ -1,0 +1,45 @@
+"""``worldsize workers add|remove|list``: add or remove workers of a running job whose strategy allows it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from worldsize.config.arguments import whole
+from worldsize.core.limits import Range
+from worldsize.errors import WorldsizeError
+from worldsize.launch.control import MOST, ListedProcess, request
+from worldsize.messages import printable, refuse
+from worldsize.record.run_directory import RunDirectory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize workers", description=__doc__)
+    parser.add_argument("do", choices=("add", "remove", "list"))
+    parser.add_argument(
+        "count", type=whole(Range(least=1, most=MOST)), nargs="?", default=1, help="how many (default: 1)"
+    )
+    parser.add_argument("--run", type=Path, required=True, help="the run's folder")
+    given = parser.parse_args()
+    sign = RunDirectory(given.run.resolve()).control
+    try:
+        if given.do == "list":
+            Console().print(_table(request(sign, do="list")))
+        else:
+            names = ", ".join(request(sign, do=given.do, count=given.count))
+            print(f"{'started' if given.do == 'add' else 'asked to leave'}: {names}")
+    except WorldsizeError as error:
+        sys.exit(refuse(error))
+
+
+def _table(processes: list[ListedProcess]) -> Table:
+    table = Table("role", "rank", "process", "step")
+    for each in processes:
+        step = "waits" if each.get("waits") else str(each["step"] or "")
+        table.add_row(Text(printable(str(each["role"]))), str(each["rank"]), str(each["pid"]), Text(printable(step)))
+    return table

@@ -1,0 +1,204 @@
+"""Costs of collectives over all ranks of a cluster whose nodes are joined by slower links."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from worldsize.core import Cluster, ConfigError, Link, Workload
+from worldsize.dist.cost.collectives import (
+    Level,
+    all_gather_seconds,
+    all_to_all_seconds,
+    crowded_seconds,
+    divided,
+    message_seconds,
+    ring_all_reduce_seconds,
+    tiered_all_reduce_seconds,
+)
+
+
+def link(cluster: Cluster, tier: str) -> Link:
+    """Return the link of a tier; raise ConfigError if the cluster does not declare it."""
+    if tier not in cluster.links:
+        raise ConfigError(f"cluster={cluster.name} declares no link of tier {tier!r}. Set {_remedy(cluster, tier)}")
+    return cluster.links[tier]
+
+
+def _remedy(cluster: Cluster, tier: str) -> str:
+    if tier in cluster.tiers:
+        return f"cluster.tiers.{tier}={{nodes: {cluster.tiers[tier]}, bandwidth: BYTES_A_SECOND, latency: SECONDS}}."
+    return f"cluster.links.{tier}={{bandwidth: BYTES_A_SECOND, latency: SECONDS}}."
+
+
+def levels(cluster: Cluster) -> list[Level]:
+    """Return the tiers that join ranks, the innermost first, without those that join one member to none."""
+    units = {"node": 1, **cluster.tiers, "network": cluster.nodes}
+    every, below = [], 1
+    for name, nodes in units.items():
+        ranks = nodes * cluster.processes_per_node
+        every.append(Level(name, ranks // below, below))
+        below = ranks
+    return [level for level in every if level.members > 1] or every[:1]
+
+
+def slowest(cluster: Cluster) -> Link:
+    """Return the link that limits a ring over all ranks, one edge of which leaves each node and each rack."""
+    return spanned(cluster, cluster.processes)
+
+
+def spanned(cluster: Cluster, ranks: int, stride: int = 1) -> Link:
+    """Return the link that limits the rings over ``ranks`` that are ``stride`` apart, all of which are busy at once.
+
+    Each ``stride`` rings have consecutive ranks together, which begin at a multiple of their number. Inside a node the
+    link is the node's; between nodes the slowest of those that an edge of a ring uses, whose bandwidth the edges that
+    leave the same node or rack share.
+    """
+    shares = [
+        divided(link(cluster, level.name), crossing)
+        for level in levels(cluster)
+        if level.name != "node" and (crossing := _crossing(cluster, level.ranks, ranks, stride))
+    ]
+    return min(shares, key=_bandwidth, default=None) or link(cluster, "node")
+
+
+def leaving(cluster: Cluster, ranks: int, stride: int = 1) -> int:
+    """Return how many edges of the rings of :func:`spanned` leave a node: of the one with the most of them."""
+    return _crossing(cluster, cluster.processes_per_node, ranks, stride)
+
+
+def _crossing(cluster: Cluster, unit: int, ranks: int, stride: int) -> int:
+    """Return how many edges of rings leave a node, or a rack, of ``unit`` ranks: of the one with the most of them.
+
+    ``stride`` rings make a block of consecutive ranks. Of a block that a unit has in part, each ring that it has in
+    part leaves once; a unit may begin within one block and end within another.
+    """
+    block = ranks * stride
+
+    def cut(part: int) -> int:
+        return min(stride, part, block - part) if ranks > 1 else 0
+
+    most = 0
+    for first in {begin % block for begin in range(0, cluster.processes, unit)}:
+        part = min(unit, block - first)
+        most = max(most, cut(part) + cut((unit - part) % block))
+    return most
+
+
+def _bandwidth(link: Link) -> float:
+    return link.bandwidth
+
+
+def across(cluster: Cluster, ring_bytes: float) -> float:
+    """Return the bytes that leave a node when each rank of a ring over all ranks sends ``ring_bytes``.
+
+    Only one rank of each node sends to another node.
+    """
+    return ring_bytes if cluster.nodes > 1 else 0.0
+
+
+def all_reduce_seconds(payload_bytes: float, cluster: Cluster) -> float:
+    """Return the seconds of a ring all-reduce of ``payload_bytes`` over all ranks."""
+    return ring_all_reduce_seconds(payload_bytes, cluster.processes, slowest(cluster))
+
+
+def all_gather_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
+    """Return the seconds of a ring all-gather over all ranks; a reduce-scatter takes as long.
+
+    ``payload_bytes`` is the size of the gathered result.
+    """
+    return all_gather_seconds(payload_bytes, cluster.processes, slowest(cluster))
+
+
+def exchanged_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
+    """Return the seconds of an all-to-all of shards and an all-gather of their sums.
+
+    Compressed and ordered reductions work like this.
+    """
+    near = link(cluster, "node") if cluster.processes_per_node > 1 else slowest(cluster)
+    ranks = cluster.processes
+    between = [level for level in levels(cluster) if level.name != "node"]
+    own = link(cluster, between[0].name) if between else near
+    parts = [all_to_all_seconds(payload_bytes, cluster.nodes, cluster.processes_per_node, near, own)]
+    for level in between[1:]:
+        leaving = level.ranks * (ranks - level.ranks) * payload_bytes / ranks
+        parts.append(crowded_seconds(leaving, link(cluster, level.name)))
+    return max(parts) + all_gather_all_seconds(payload_bytes, cluster)
+
+
+def exchanged_across_bytes(payload_bytes: float, cluster: Cluster) -> float:
+    """Return the bytes that a node sends to other nodes in the collectives of :func:`exchanged_all_seconds`."""
+    if cluster.nodes == 1:
+        return 0.0
+    each, ranks = cluster.processes_per_node, cluster.processes
+    return (each * (ranks - each) + ranks - 1) * payload_bytes / ranks
+
+
+def served_bytes(
+    payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster, unit: int | None = None
+) -> float:
+    """Return the bytes that cross the busiest link, in one direction, in a push to a sharded parameter server.
+
+    Each client sends each server its shard of the payload (Jiang et al., OSDI 2020, section 3). The ranks of a node
+    share its link; traffic inside a node does not cross it.
+
+    Args:
+        payload_bytes: Bytes that each client sends in all.
+        clients: Global ranks of the clients.
+        shards: Global ranks of the servers, one for each shard.
+        cluster: The cluster.
+        unit: Ranks that share a link: those of a rack, or by default those of a node.
+    """
+    part = payload_bytes / len(shards)
+    if cluster.nodes == 1:
+        return max(payload_bytes, len(clients) * part)
+    size = unit or cluster.processes_per_node
+    at_home, sending = (Counter(rank // size for rank in ranks) for ranks in (shards, clients))
+    leaving = (count * (len(shards) - at_home[node]) for node, count in sending.items())
+    arriving = (count * (len(clients) - sending[node]) for node, count in at_home.items())
+    return part * max(*leaving, *arriving)
+
+
+def served_seconds(payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster) -> float:
+    """Return the seconds in which the slowest link, of a node or of a tier, carries its :func:`served_bytes`."""
+    if cluster.nodes == 1:
+        return message_seconds(served_bytes(payload_bytes, clients, shards, cluster), slowest(cluster))
+    return max(
+        message_seconds(served_bytes(payload_bytes, clients, shards, cluster, level.ranks), link(cluster, level.name))
+        for level in levels(cluster)
+        if level.name != "node"
+    )
+
+
+def by_node_seconds(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> float:
+    """Return the seconds of a hierarchical all-reduce: inside each node, then by tier, then over the network.
+
+    Messages of the last tier have ``smaller`` times their uncompressed size.
+    """
+    if cluster.nodes == 1:
+        return all_reduce_seconds(payload_bytes, cluster)
+    *inner, (top, network) = [(level, link(cluster, level.name)) for level in levels(cluster)]
+    network = replace(network, bandwidth=network.bandwidth / smaller)
+    return tiered_all_reduce_seconds(payload_bytes, [*inner, (top, network)])
+
+
+def by_node_bytes(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> tuple[float, float]:
+    """Return the bytes that a rank sends in such an all-reduce, and those that leave its node."""
+    *inner, top = levels(cluster)
+    sent = leaving = 0.0
+    for level in (*inner, top):
+        part = 2 * ring_share(level.members) * payload_bytes / level.ranks * (smaller if level is top else 1.0)
+        sent += part
+        leaving += 0.0 if level.name == "node" else part * cluster.processes_per_node
+    return sent, leaving
+
+
+def whole_bytes(work: Workload) -> float:
+    """Return the bytes of parameters, gradients, optimizer state and activations if nothing is sharded."""
+    return 2 * work.parameter_bytes + work.optimizer_bytes + work.activation_bytes
+
+
+def ring_share(ranks: int) -> float:
+    """Return (n − 1) / n, the fraction of a payload that each rank sends in an all-gather or reduce-scatter."""
+    return (ranks - 1) / ranks

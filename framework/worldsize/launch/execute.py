@@ -1,0 +1,349 @@
+"""Launches or resumes a run: a composed configuration becomes a plan, a run folder, processes and a summary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import final
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from worldsize.checkpoint.format import complete, step_of
+from worldsize.checkpoint.weights import source_of
+from worldsize.config.compose import choices, is_sweep
+from worldsize.config.composed import lengths_of, settings_of
+from worldsize.config.effects import check_effects
+from worldsize.config.learning_rate import update_text
+from worldsize.config.objective import Trial, is_search, value_of
+from worldsize.config.remembering import check_resumes
+from worldsize.config.settings import Settings
+from worldsize.core import (
+    AgentLauncher,
+    BatchLauncher,
+    Cluster,
+    Failure,
+    Launcher,
+    LaunchMethod,
+    Outcome,
+    Plan,
+)
+from worldsize.data.balanced import sample_lengths
+from worldsize.data.source import check_paths
+from worldsize.dist.cost.crossings import crossings_text
+from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, WorldsizeError
+from worldsize.launch.hints import command_line
+from worldsize.launch.record import amend_record, check_same, scrubber_of, with_secrets, write_record
+from worldsize.launch.restarts import run_attempts
+from worldsize.launch.scheduled import wait_for
+from worldsize.launch.sweep_ends import end_of, show_ends
+from worldsize.messages import outlive_output
+from worldsize.observe.summary import show_summary
+from worldsize.plan.construction import check_construction, check_trainable
+from worldsize.record.run_directory import RunDirectory, created, planned, writing
+from worldsize.record.run_record import RunRecord, look, note_job, opened, read_result
+from worldsize.record.seeds import generators_kept
+from worldsize.world.fork import will_fork
+from worldsize.world.roles import heals
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True)
+class Launch:
+    """A recorded run that is ready to be started."""
+
+    settings: Settings
+    plan: Plan
+    run: RunDirectory
+
+
+def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
+    """Check, record and run the configuration; return how it ended, with the sweep's objective value.
+
+    ``sweep`` collects the runs of a sweep that :func:`submit_sweep` submits together.
+
+    Raises:
+        ConfigError: the run cannot start; no process was started and no run folder remains.
+        SweepEnded: the run has ended without the metric that the sweep optimizes.
+    """
+    lengths = lengths_of(cfg)
+    settings = prepared(cfg, [(each.settings.launcher, each.settings.cluster) for each in sweep])
+    is_submitted_together = isinstance(settings.launcher, BatchLauncher) and is_sweep()
+    run = planned(Path(cfg.run.root), choices()["recipe"], cfg.run.name)
+    plan = settings.plan(run.path)
+    if cfg.launch == "show":
+        for key, text in lengths.items():
+            print(f"{key}: {text} = {OmegaConf.select(cfg, key):,} steps")
+        if is_submitted_together:
+            sweep.append(Launch(settings, plan, run))
+            return Trial(0)
+        return Trial(_show([plan], settings))
+    clean = scrubber_of(cfg, settings)
+    plan = with_secrets(settings, plan, clean)
+    outlive_output()
+    with created(run, is_private=settings.run.private):
+        write_record(settings, plan, run, clean)
+    if cfg.launch == "write":
+        settings.launcher.write(plan)
+        print(f"{settings.launcher.describe(plan)}\nwritten to {run.path}; nothing was started")
+        return Trial(0)
+    if is_submitted_together:
+        sweep.append(Launch(settings, plan, run))
+        return Trial(0)
+    outcome = _start(settings, plan, run, opened(run, plan.secrets))
+    if outcome.exit_code:
+        return Trial(outcome.exit_code, why=_why(outcome, run), folder=run.path)
+    is_compared = cfg.sweep.metric is not None and is_sweep()
+    value = value_of(cfg.sweep, read_result(run)["metrics"]) if is_compared else None
+    return Trial(0, value, folder=run.path)
+
+
+def _why(outcome: Outcome, run: RunDirectory) -> str:
+    """Say in a line why a run did not complete."""
+    try:
+        recorded = look(run)
+    except WorldsizeError:  # its folder was deleted
+        return outcome.exit_reason
+    return recorded.failure or recorded.exit_reason or outcome.exit_reason
+
+
+def prepared(cfg: DictConfig, asked: list[tuple[LaunchMethod, Cluster]]) -> Settings:
+    """Build the settings of a new run, after all checks that need neither its folder nor its processes.
+
+    ``asked``: launchers and clusters of other runs, whose check is not repeated; those of this run are added.
+
+    Raises:
+        ConfigError: the run cannot be started.
+    """
+    if cfg.init_from is not None:  # init_from may name a run; this is its newest checkpoint now
+        cfg.init_from = str(source_of(Path(cfg.init_from)))
+    settings = checked(cfg)
+    check_effects(cfg)
+    if is_sweep() and isinstance(settings.launcher, BatchLauncher):
+        _check_submission(settings.launcher)
+    if settings.initial:
+        makes_rows = any(role.serves for role in settings.roles.values())
+        settings.initial.check(settings.recipe, makes_rows=makes_rows)
+    target = (settings.launcher, settings.cluster)
+    if cfg.launch != "show" and target not in asked:  # what is shown may be for another machine
+        asked.append(target)
+        _check(settings, is_started=cfg.launch == "run")
+    return settings
+
+
+def _check(settings: Settings, *, is_started: bool) -> None:
+    """Ask the launcher whether it can start the run; what is only written may be started on another machine."""
+    try:
+        settings.launcher.check(settings.cluster)
+    except MissingProgramError as error:
+        if is_started:
+            raise
+        _logger.warning("%s", error)
+
+
+def _check_submission(launcher: BatchLauncher) -> None:
+    """Raise ConfigError if the launcher cannot submit the runs of this sweep together."""
+    name = type(launcher).__name__
+    if is_search():
+        raise ConfigError(
+            f"{name} submits the runs of a sweep together, and a search needs the metric of each before the next. "
+            "Choose a cluster whose launcher starts processes, e.g. cluster=laptop, or leave hydra/sweeper out."
+        )
+    if HydraConfig.get().runtime.choices["hydra/launcher"] != "basic":
+        raise ConfigError(f"{name} runs the points of a sweep side by side by itself. Leave hydra/launcher out.")
+
+
+def checked(cfg: DictConfig) -> Settings:
+    """Build the settings of a run, and check that this process can start it.
+
+    Raises:
+        ConfigError: the run cannot be started.
+    """
+    will_fork()
+    settings = settings_of(cfg)
+    if isinstance(settings.launcher, Launcher):  # else other machines have the data, whose agents look for them
+        check_paths(settings.recipe)
+        if settings.training.length_balanced and settings.run.evaluates is None:
+            with suppress(OSError, ImportError), generators_kept():  # a worker says better what is missing
+                sample_lengths(settings.recipe.data("train"))
+    check_trainable(settings.recipe, settings.strategy)
+    check_construction(
+        settings.recipe,
+        settings.strategy,
+        settings.numerics,
+        settings.cluster,
+        averages=bool(settings.average),
+        schedule_metric=settings.training.schedule_metric,
+    )
+    return settings
+
+
+def _start(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractContextManager[RunRecord]) -> Outcome:
+    """Hand the plan to the launcher; return how the run ended.
+
+    ``record`` is opened if this process starts the attempts; jobs and agents record their own, under their own lock.
+    """
+    print(update_text(settings), flush=True)
+    try:
+        with writing(run):
+            return _started(settings, plan, run, record)
+    except RunFolderError as error:
+        _logger.error("%s", error)
+        return Outcome("failed", 1)
+
+
+def _started(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractContextManager[RunRecord]) -> Outcome:
+    match settings.launcher:
+        case BatchLauncher():
+            return Outcome("ended", _submit([[Launch(settings, plan, run)]]))
+        case AgentLauncher() as launcher:
+            attempts = len(look(run).attempts)
+            outcome = launcher.launch_agents(plan).wait()
+            if outcome.failure and len(look(run).attempts) == attempts:  # no agent came so far as to record one
+                _record_failed_start(run, outcome.failure, plan)
+            return outcome
+        case launcher:
+            with record as held:
+                return run_attempts(settings, launcher, plan, held)
+
+
+def _record_failed_start(run: RunDirectory, failure: Failure, plan: Plan) -> None:
+    with suppress(WorldsizeError), opened(run, plan.secrets) as record:  # refused while an agent is alive after all
+        record.give_up(f"{failure.host}: {failure.cause}", unstarted=plan.world_size)
+
+
+def _show(plans: Sequence[Plan], settings: Settings) -> int:
+    """Show what would start the run, or the runs of a sweep, of which ``settings`` are the first one's."""
+    cluster, launcher = settings.cluster, settings.launcher
+    try:
+        launcher.check(cluster)
+    except ConfigError as error:
+        _logger.warning("this would be refused here: %s", error)
+    notes = [update_text(settings), crossings_text(cluster, settings.strategy.groups(cluster))]
+    shown = launcher.describe_all(plans) if isinstance(launcher, BatchLauncher) else launcher.describe(plans[0])
+    print(shown, *(f"# {note}" for note in notes if note), sep="\n")  # comments in scripts
+    return 0
+
+
+def submit_sweep(sweep: Sequence[Launch]) -> int:
+    """Submit the runs of a sweep, or show their jobs with ``launch=show``; return the exit code.
+
+    Runs with equal nodes, CPUs, options and secrets share a job.
+    """
+    jobs = list[list[Launch]]()
+    for launch in sweep:
+        same = next((job for job in jobs if _request_of(job[0]) == _request_of(launch)), None)
+        if same is None:
+            jobs.append([launch])
+        else:
+            same.append(launch)
+    if sweep[0].settings.config["launch"] == "show":
+        return max(_show([each.plan for each in job], job[0].settings) for job in jobs)
+    return _submit(jobs)
+
+
+def _request_of(launch: Launch) -> tuple[object, ...]:
+    """Collect the properties of a job that a run needs."""
+    plan, launcher = launch.plan, launch.settings.launcher
+    return launcher, plan.cluster, dict(plan.environment), dict(plan.secrets), heals(plan.roles)
+
+
+def _submit(batches: Sequence[Sequence[Launch]]) -> int:
+    """Submit each batch of runs as one job; return the exit code. ConfigError: the first job is refused."""
+    submitted, waited = list[RunDirectory](), list[RunDirectory]()
+    waits, refused = list[Callable[[], None]](), 0
+    for batch in batches:
+        launcher = batch[0].settings.launcher
+        assert isinstance(launcher, BatchLauncher)
+        try:
+            jobs = launcher.submit_all([each.plan for each in batch])
+        except WorldsizeError as error:
+            if not submitted:
+                raise
+            refused = 1
+            _logger.error("not submitted: %s: %s", ", ".join(str(each.run.path) for each in batch), error)
+            continue
+        _note_jobs(jobs, batch)
+        runs = [each.run for each in batch]
+        submitted += runs
+        if launcher.wait:
+            waited += runs
+            waits.append(partial(wait_for, launcher, [job for job in jobs if job is not None]))
+    for wait in waits:
+        wait()
+    if not waited:
+        print(f"follow it with: {command_line('logs', '--follow', submitted[0].path)}")
+        return refused
+    codes = [_ended(run) for run in waited]
+    if len(waited) > 1:
+        show_ends(Console(), [end_of(run, code) for run, code in zip(waited, codes, strict=True)])
+    return max(*codes, refused)
+
+
+def _note_jobs(jobs: Sequence[str | None], batch: Sequence[Launch]) -> None:
+    """Record the job of each run; describe what was only written."""
+    for job, launch in zip(jobs, batch, strict=True):
+        if job is None:
+            assert isinstance(launch.settings.launcher, BatchLauncher)
+            print(launch.settings.launcher.describe(launch.plan))
+            continue
+        print(f"job {job} submitted: {launch.run.path}", flush=True)
+        with writing(launch.run):
+            note_job(launch.run, job)
+
+
+def _ended(run: RunDirectory) -> int:
+    """Show how a run ended that its job has trained; return its exit code."""
+    ended = look(run)
+    if ended.exit_reason == "completed":
+        show_summary(Console(), read_result(run), run.path)
+        return 0
+    if ended.failure:
+        _logger.error("%s", ended.failure)
+    _logger.error("%s; look at: %s", ended.exit_reason or "it never began", command_line("logs", run.path))
+    return int(ended.attempts[-1]["exit_code"] or 1) if ended.attempts else 1
+
+
+def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore: Sequence[str]) -> int:
+    """Resume an existing run from its newest checkpoint, with the overrides ``words``; return the exit code.
+
+    Raises:
+        WorldsizeError: the configuration cannot run; it or the data differ from the recorded ones in something that
+            ``ignore`` does not name; or the run already has more steps than asked for.
+    """
+    outlive_output()
+    settings, run = checked(cfg), record.directory
+    clean = scrubber_of(cfg, settings)
+    plan = with_secrets(settings, settings.plan(run.path), clean)
+    settings.launcher.check(settings.cluster)
+    check_same(settings, record, clean, ignore)
+    launcher = settings.launcher
+    remote = isinstance(launcher, BatchLauncher) and not launcher.shares_run_folder
+    if remote and sorted(clean.words(words)) != sorted(record.manifest["overrides"]):
+        raise ConfigError(
+            f"the run's folder is where {type(launcher).__name__} keeps it, with the options that it began "
+            "with. Resume it without other ones, or begin a new run; nothing was started."
+        )
+    _check_steps(settings, run)
+    amend_record(settings, plan, record, clean, words)
+    if not isinstance(launcher, Launcher):
+        record.close()  # the job, or the first host's agent, takes the lock
+    return _start(settings, plan, run, nullcontext(record)).exit_code
+
+
+def _check_steps(settings: Settings, run: RunDirectory) -> None:
+    saved = complete(run.checkpoints)
+    if saved:
+        check_resumes(settings.recipe, step_of(saved[-1]), exact=settings.determinism.exact_mode)
+    if saved and step_of(saved[-1]) > settings.training.steps:
+        raise ConfigError(
+            f"the run has {step_of(saved[-1])} steps behind it, which is more than steps={settings.training.steps}. "
+            "Give a larger number; nothing was started."
+        )

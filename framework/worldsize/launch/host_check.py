@@ -1,0 +1,96 @@
+"""The host check: before a run starts, its hosts compare their code, packages and data."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import worldsize
+from worldsize.config.search_path import bundle, foreign_roots, roots
+from worldsize.config.settings import Settings
+from worldsize.core import Recipe
+from worldsize.data.source import check_paths
+from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.record.environment import capture_environment
+from worldsize.world.environments import Node
+
+_logger = logging.getLogger(__name__)
+
+
+def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
+    """Describe this host: ``must_match`` must be equal on all hosts of a run, ``should_match`` should be."""
+    environment = capture_environment()
+    return {
+        "node": place.rank,
+        "host": socket.gethostname(),
+        "must_match": {
+            "Python": platform.python_version(),
+            "torch": environment["torch"]["version"],
+            "NCCL": environment["torch"]["nccl"],
+            "packages": _digest(f"{name}=={version}" for name, version in environment["packages"].items()),
+            "code": code_digest([root for root in roots() if root not in foreign_roots()]),
+            "data": _data_of(recipe),
+        },
+        "should_match": {
+            "driver": environment["driver"],
+            "lock": lock_digest(),
+            "vector instructions": environment["vector_instructions"],
+        },
+        "versions": environment["packages"],
+    }
+
+
+def lock_digest() -> str | None:
+    """Digest the lock of the working directory, else of worldsize's own clone; return None if there is none."""
+    locks = (folder / "uv.lock" for folder in (Path.cwd(), bundle()))
+    return next((hashlib.sha256(lock.read_bytes()).hexdigest()[:12] for lock in locks if lock.exists()), None)
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def code_digest(roots: Sequence[Path]) -> str:
+    """Digest the Python files of worldsize, and of recipes and plugins below ``roots``."""
+    own = Path(worldsize.__file__).parent
+    folders = [own, *(root / kind for root in roots for kind in ("recipes", "plugins"))]
+    files = sorted({file for folder in folders for file in folder.rglob("*.py")})
+    return _digest(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files)
+
+
+def _data_of(recipe: Recipe) -> str:
+    try:
+        check_paths(recipe)
+    except ConfigError as error:
+        return f"that are missing ({str(error).rstrip('.')})"
+    return data_digest(recipe.files())
+
+
+def data_digest(files: Mapping[str, Path]) -> str:
+    """Digest names and sizes, or describe what is missing; contents were hashed where the run was launched."""
+    if missing := [name for name in sorted(files) if not files[name].exists()]:
+        return f"without {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+    return _digest(f"{name} {files[name].stat().st_size}" for name in sorted(files))
+
+
+def check_hosts(settings: Settings, first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
+    """Raise WorldsizeError, or warn as ``cluster.on_node_mismatch`` says, if a host differs from the first."""
+    differences = [
+        f"{other['host']} (node {other['node']}) has {name} {its_value}, {first['host']} has {value}"
+        for other in others
+        for name, value in first["must_match"].items()
+        if (its_value := other["must_match"].get(name)) != value
+    ]
+    if not differences:
+        return
+    if settings.agents.on_node_mismatch == "warn":
+        _logger.warning("%s", "; ".join(differences))
+        return
+    raise WorldsizeError(
+        f"the hosts differ: {'; '.join(differences)}. Make them alike, or accept it with cluster.on_node_mismatch=warn."
+    )

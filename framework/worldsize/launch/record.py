@@ -1,0 +1,287 @@
+"""Collects what a run folder records before the first step: configuration, code, environment, data, shape, level."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from worldsize.checkpoint.format import HYPERPARAMETERS, PARTS, complete
+from worldsize.checkpoint.weights import open_weights
+from worldsize.config.catalogue import Plugin, used
+from worldsize.config.compose import additional_folder, choices, task_overrides, variables_of
+from worldsize.config.search_path import bundle
+from worldsize.config.settings import Settings
+from worldsize.core import ConfigError, ContainerImage, Launcher, Plan
+from worldsize.data.permutation import ORDER
+from worldsize.dist.cost.crossings import axis_tiers
+from worldsize.errors import neighbours
+from worldsize.record import seeds
+from worldsize.record.code import Code, capture_code
+from worldsize.record.data import check_data, fingerprint, recipe_fingerprint
+from worldsize.record.environment import (
+    capture_environment,
+    hardware,
+    relevant_variables,
+    write_environment,
+)
+from worldsize.record.level import (
+    NOT_TRAINED,
+    changes,
+    changes_but,
+    downgraded_level,
+    downgrades,
+    keys_of,
+    orders_differ,
+    promised_level,
+    resume_downgrades,
+    without_copies,
+)
+from worldsize.record.plugins import digest_of, keep, kept_folder
+from worldsize.record.redaction import Scrubber, scrubber, withheld
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import RunRecord, create_record, view
+from worldsize.train.initial_weights import InitialWeights
+from worldsize.world.environments import image_of
+from worldsize.world.world import threads_per_process
+
+_logger = logging.getLogger(__name__)
+
+
+def scrubber_of(cfg: DictConfig, settings: Settings) -> Scrubber:
+    """Return the scrubber that removes the secrets of a composed configuration from texts."""
+    return scrubber(settings.config, os.environ, Path.home() / ".netrc", interpolated=variables_of(cfg))
+
+
+def with_secrets(settings: Settings, plan: Plan, clean: Scrubber) -> Plan:
+    """Add to the plan the secret values, which no file of the run contains."""
+    secrets = withheld(settings.config, clean.tree(settings.config))
+    return replace(plan, secrets={"WORLDSIZE_SECRETS": json.dumps(secrets)}) if secrets else plan
+
+
+def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrubber) -> None:
+    """Write everything that is known before the start to the run folder.
+
+    Raises:
+        ConfigError: the run re-creates another one whose data differ, or less exactly than --strict demands.
+    """
+    config = clean.tree(settings.config)
+    code = _code(settings, clean)
+    if code["patch"]:
+        run.patch.write_bytes(code["patch"])
+    manifest = {
+        "run_id": run.id,
+        "parent_run": None,
+        "command": clean.words(sys.argv),
+        "code": {key: value for key, value in code.items() if key != "patch"},
+        "plugins": [_plugin(plugin, settings, run, clean) for plugin in used(config, choices())],
+        "environment": {**capture_environment(), **_lock(run, clean), "image": _image(settings)},
+        "hardware": [hardware()],
+        **_configured(settings, plan, config),
+        "overrides": clean.words(task_overrides()),
+        **({"config_dir": folder} if (folder := additional_folder()) else {}),
+        "data": recipe_fingerprint(settings.recipe),
+        **({"init_from": fingerprint(open_weights(settings.initial.path).files())} if settings.initial else {}),
+        "reproducibility": asdict(promised_level(settings.determinism)),
+    }
+    written = clean.tree({**manifest, **_parentage(settings, manifest)})
+    # its keys are names of files and packages, such as secrets.py and google-auth
+    if "init_from" in manifest:
+        written["init_from"] = manifest["init_from"]
+    written["data"], written["environment"]["packages"] = manifest["data"], manifest["environment"]["packages"]
+    overrides = overrides_text(task_overrides(), clean)
+    create_record(run, written, config=config_text(config), overrides=overrides)
+
+
+def with_claim(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest with the level of reproducibility that is left after what changed on the run's way."""
+    reasons = resume_downgrades(manifest)
+    level = {"reproducibility": asdict(downgraded_level(manifest, manifest, reasons))} if reasons else {}
+    return {**manifest, **level}
+
+
+def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrubber, words: Sequence[str]) -> None:
+    """Update the record for a resumed run: its configuration from now on, and what has changed.
+
+    ``words``: all overrides of the run from now on.
+    """
+    manifest, config = record.manifest, clean.tree(settings.config)
+    amended = {**manifest, **clean.tree(_configured(settings, plan, config)), "overrides": clean.words(words)}
+    if changed := changes(manifest["config"], config, but=NOT_TRAINED):
+        resumed = {"attempt": len(manifest["attempts"]) + 1, "changes": [list(each) for each in changed]}
+        amended["resumed"] = [*manifest.get("resumed", ()), clean.tree(resumed)]
+        amended = with_claim(amended)
+    overrides = overrides_text(words, clean)
+    record.amend(amended, config=config_text(config), overrides=overrides, secrets=plan.secrets)
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    """Render ``config.yaml``, which processes start from; ``config`` is without secrets."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
+
+
+def overrides_text(words: Sequence[str], clean: Scrubber) -> str:
+    """Render ``overrides.yaml``, the typed overrides without secrets."""
+    return OmegaConf.to_yaml(OmegaConf.create(clean.words(words)))
+
+
+def _configured(settings: Settings, plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect the facts that follow from the configuration alone."""
+    groups = settings.strategy.groups(plan.cluster)
+    return {
+        "config": config,
+        "config_sha256": _digest(config),
+        "cluster": {**_shape(plan), "groups": groups, "axis_tiers": axis_tiers(plan.cluster, groups)},
+        "determinism": _determinism(settings),
+    }
+
+
+def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: Sequence[str]) -> None:
+    """Raise WorldsizeError if the resumed run would compute something different."""
+    manifest = record.manifest
+    _check_known(ignore, manifest["config"], settings.config)
+    changed = changes(manifest["config"], clean.tree(settings.config))
+    left = without_copies(changes_but(changed, ("steps", *ignore)))
+    if differences := [f"{key}: {then} then, {now} now" for key, then, now in left]:
+        raise ConfigError(
+            f"the run was begun with another configuration: {'; '.join(differences)}. "
+            "Leave the change out, or accept it with --ignore KEY; nothing was started."
+        )
+    if "data" not in ignore:
+        remedy = "Bring that file back, or accept it with --ignore data"
+        check_data(manifest["data"], recipe_fingerprint(settings.recipe), remedy=remedy)
+    if orders_differ(order := manifest["determinism"].get("order", 1), ORDER, manifest):
+        _logger.warning(
+            "the run was begun with version %d of the order of samples, and goes on with version %d: the epoch at hand "
+            "may see some twice and others not at all",
+            order,
+            ORDER,
+        )
+    if settings.initial and not complete(record.directory.checkpoints):  # else it resumes from a checkpoint
+        check_initial(settings.initial, manifest.get("init_from"))
+
+
+def _check_known(ignore: Sequence[str], *configs: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a key to ignore is in no configuration, and names no part of a checkpoint either."""
+    known = {*PARTS, HYPERPARAMETERS, "data"}.union(*map(keys_of, configs))
+    for key in ignore:
+        if key not in known:
+            raise ConfigError(f"--ignore {key}: the run has no such key{neighbours(key, known)} Nothing was started.")
+
+
+def check_initial(initial: InitialWeights, recorded: Mapping[str, Any] | None) -> None:
+    """Raise WorldsizeError if the initial weights are damaged, or are not those of the run's record."""
+    weights = open_weights(initial.path)
+    weights.verify()
+    if fingerprint(weights.files()) != recorded:
+        raise ConfigError(_other_weights(initial.path))
+
+
+def _other_weights(path: object) -> str:
+    return (
+        f"the weights that the run began from are not those in {path} now: their digests differ. Bring them back; "
+        "nothing was started."
+    )
+
+
+def _code(settings: Settings, clean: Scrubber) -> dict[str, Any]:
+    """Describe the checkout, with the bytes of its patch; ``framework`` is worldsize's, if separate."""
+    code = capture_code(Path.cwd(), exclude=settings.run.root.resolve(), include=settings.run.include)
+    patch = clean.text(code.patch.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+    scrubbed = patch != code.patch
+    if _is_inside(bundle(), code.checkout):
+        own = Code()
+    else:  # only digests of it are recorded, so it may contain private files
+        own = capture_code(bundle(), exclude=bundle() / "runs", include=["*"])
+    framework = {key: own.describe()[key] for key in ("commit", "patch_sha256")} if own.commit else None
+    code = replace(code, patch=patch)
+    return {**code.describe(), "scrubbed": scrubbed, "framework": framework, "patch": patch}
+
+
+def _plugin(plugin: Plugin, settings: Settings, run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
+    """Describe a plugin, and copy it into the run folder if other hosts could not find it."""
+    if plugin.foreign:
+        copy = kept_folder(run.plugins, plugin.name)
+        keep(plugin.folder, copy, clean.text, include=settings.run.include)
+    return {
+        "name": plugin.name,
+        "source": plugin.source,
+        "version": plugin.version,
+        "sha256": digest_of(plugin.folder),
+        "kept": plugin.foreign,
+    }
+
+
+def _is_inside(folder: Path, root: str | None) -> bool:
+    return root is not None and folder.resolve().is_relative_to(Path(root).resolve())
+
+
+def _lock(run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
+    """Record the lock file of the working directory, else that of worldsize's clone."""
+    project = next((folder for folder in (Path.cwd(), bundle()) if (folder / "uv.lock").exists()), Path.cwd())
+    return {"lock_sha256": write_environment(run.environment, project, clean.text)}
+
+
+def _image(settings: Settings) -> dict[str, Any] | None:
+    """Describe the container image of the run's processes; a launcher that starts them here shares its own."""
+    name = settings.launcher.image
+    if name is None and isinstance(settings.launcher, Launcher):
+        name = image_of(os.environ)
+    return asdict(ContainerImage.named(name)) if name else None
+
+
+def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Determine the reproducibility level of a run that re-creates another one."""
+    if settings.run.reproduces is None:
+        return {}
+    original = view(settings.run.reproduces).manifest
+    check_data(original["data"], manifest["data"])
+    if original.get("init_from") != manifest.get("init_from"):
+        raise ConfigError(_other_weights(settings.config["init_from"]))
+    reasons = downgrades(original, manifest)
+    for each in reasons:
+        _logger.info("downgrades the reproducibility level to %s: %s", each.level, each.reason)
+    if reasons and settings.run.strict:
+        raise ConfigError("the run cannot be re-created exactly, and --strict was given; nothing was started.")
+    return {"parent_run": original["run_id"], "reproducibility": asdict(downgraded_level(original, manifest, reasons))}
+
+
+def _digest(config: Any) -> str:
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def _shape(plan: Plan) -> dict[str, Any]:
+    """Describe the cluster in a few words whatever its number of ranks; see the record's schema."""
+    cluster = plan.cluster
+    return {
+        "name": cluster.name,
+        "nodes": cluster.nodes,
+        "spare_nodes": cluster.spare_nodes,
+        "processes": plan.world_size,
+        "processes_per_node": cluster.processes_per_node,
+        "backend": cluster.backend,
+        "device": cluster.device,
+        "roles": [{"role": name, "processes": role.processes} for name, role in plan.roles.items()],
+        "links": {tier: asdict(link) for tier, link in cluster.links.items()},
+    }
+
+
+def _determinism(settings: Settings) -> dict[str, Any]:
+    cluster = settings.cluster
+    return {
+        "seed": settings.training.seed,
+        "streams": seeds.__doc__,
+        "logical_ranks": settings.logical_ranks,
+        "order": ORDER,
+        "threads_per_process": cluster.threads or threads_per_process(cluster.processes_per_node),
+        "environment": relevant_variables(os.environ),
+        **settings.determinism.describe(),
+    }

@@ -1,0 +1,93 @@
+"""Determines the state of a run that a scheduler may have queued, from its record and the scheduler's answers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+from worldsize.errors import WorldsizeError
+from worldsize.record.lock import is_locked
+from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_record import RunView, look, view
+
+if TYPE_CHECKING:
+    from worldsize.core import BatchLauncher
+
+_logger = logging.getLogger(__name__)
+
+SILENT = "the scheduler does not answer"
+_INTERVAL = 15.0  # seconds between queries, since the scheduler's controller serves many users
+_POLL, _SLOWEST = 0.5, 5.0  # seconds between two queries: at first, and for a job that takes long
+
+
+@final
+@dataclass
+class Scheduler:
+    """Query the scheduler of a run at most every 15 s; other calls return the cached state."""
+
+    run: RunDirectory
+    _launcher: BatchLauncher | None = None
+    _queried_at: float = field(default=float("-inf"))
+    _state: str | None = None
+
+    def state(self, job: str) -> str | None:
+        """Return the scheduler's state of the job, :data:`SILENT` if it does not answer, or None if the job is over."""
+        if time.monotonic() - self._queried_at >= _INTERVAL:
+            self._state = self._answer(job)
+            self._queried_at = time.monotonic()
+        return self._state
+
+    @property
+    def launcher(self) -> BatchLauncher | None:
+        """Return the launcher that submitted the run's jobs; None if the run was resumed without a scheduler.
+
+        Raises:
+            WorldsizeError: the record's launcher cannot be built, or only with another user's code.
+        """
+        from worldsize.config.recorded import read_launcher  # imports torch, which takes seconds
+
+        self._launcher = self._launcher or read_launcher(view(self.run.path))
+        return self._launcher
+
+    def _answer(self, job: str) -> str | None:
+        launcher = self.launcher
+        try:
+            return launcher.state(job) if launcher else None
+        except WorldsizeError:
+            return SILENT
+
+
+def state_of(record: RunView, scheduler: Scheduler) -> str:
+    """Return how the run ended, or else the scheduler's state of its job."""
+    if record.exit_reason not in ("running", None) or record.job is None:
+        return record.exit_reason or "not started"
+    job_state = scheduler.state(record.job)
+    if job_state == SILENT:
+        return f"{record.exit_reason or 'submitted'}; {SILENT}"
+    return job_state or record.exit_reason or "its job is over, and no attempt is noted here"
+
+
+def is_alive(scheduler: Scheduler) -> bool:
+    """Return whether the run is being trained, is queued, or is about to be restarted."""
+    record = look(scheduler.run)
+    if record.job and record.exit_reason in (None, "preempted"):
+        return scheduler.state(record.job) is not None
+    return record.exit_reason == "running" or (record.exit_reason != "completed" and is_locked(scheduler.run.path))
+
+
+def wait_for(launcher: BatchLauncher, jobs: Sequence[str]) -> None:
+    """Block until all jobs have ended; the run folders say how."""
+    pause, is_first_failure = _POLL, True
+    while True:
+        try:
+            if all(launcher.state(job) is None for job in jobs):
+                return
+        except WorldsizeError as error:  # a controller does not answer while it restarts
+            if is_first_failure:
+                _logger.info("%s It is asked again.", error)
+            is_first_failure = False
+        time.sleep(pause)
+        pause = min(1.05 * pause, _SLOWEST)

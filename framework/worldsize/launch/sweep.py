@@ -1,0 +1,187 @@
+"""Calls the runs of a sweep: returns their values to the sweeper, and decides when to stop and with which exit code."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import final
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from rich.console import Console
+
+from worldsize.config.compose import choices, compose_and_call, is_side_by_side, sweep_points
+from worldsize.config.objective import SweepEnd, SweepEnded, Trial, TrialFailedError, is_search, maximizes
+from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.launch.side_by_side import SideBySide
+from worldsize.launch.sweep_ends import RunEnd, SweepEnds, ends_sweep
+from worldsize.messages import last_error, refuse, show_messages
+from worldsize.record.redaction import redacted_arguments
+from worldsize.world.scratch import temporary_folder
+
+_logger = logging.getLogger(__name__)
+
+
+def call_sweep(
+    task: Callable[[DictConfig], Trial],
+    arguments: Sequence[str],
+    *,
+    check: Callable[[DictConfig], object] = lambda cfg: None,
+) -> int:
+    """Call ``task`` with each configuration, and return its values to the sweeper; return the largest exit code.
+
+    ``check`` raises WorldsizeError for a configuration that cannot run; it is called with all before the first starts.
+
+    A sweep's launcher may pickle the task and call it in other processes, so exit codes are returned through files.
+    """
+    try:
+        _check_all(check, arguments)
+    except WorldsizeError as error:
+        return refuse(error)
+    with temporary_folder() as folder, _idle_children_ended():
+        side_by_side = SideBySide(folder) if is_side_by_side(arguments) else None
+        ends = SweepEnds(folder)
+        sweep = _Sweep(task, ends, side_by_side, typed=arguments)
+
+        def call(cfg: DictConfig) -> float | SweepEnd | None:
+            return sweep.call(cfg)
+
+        refused = 0
+        try:
+            with sweep.side_by_side.passed_on() if sweep.side_by_side else nullcontext():
+                compose_and_call(call, arguments)
+        except WorldsizeError as error:
+            refused = refuse(error)
+        except TrialFailedError:
+            pass  # the run's own error has been shown
+        except Exception:  # the sweeper has no values to compare
+            if not sweep.has_no_value():
+                ends.show(Console())
+                raise
+        ends.show(Console())
+        return max(refused, *sweep.exit_codes())
+
+
+def _check_all(check: Callable[[DictConfig], object], arguments: Sequence[str]) -> None:
+    """Raise ConfigError if a run of the sweep is refused, or would have the folder of another one."""
+    refused, numbers = [], dict[str, int]()
+    logger = logging.getLogger("worldsize")
+    level = logger.level
+    for number, cfg in enumerate(sweep_points(arguments), start=1):
+        logger.setLevel(logging.ERROR)  # the runs show their messages themselves
+        try:
+            check(cfg)
+        except WorldsizeError as error:
+            refused.append(f"run {number} of the sweep is refused: {error}")
+        finally:
+            logger.setLevel(level)
+        if cfg.run.name is None or cfg.launch == "show":
+            continue
+        folder = f"{cfg.run.root}/{choices()['recipe']}/{cfg.run.name}"
+        if (first := numbers.setdefault(folder, number)) != number:
+            refused.append(f"runs {first} and {number} of the sweep would share {folder}. Leave run.name out.")
+    if refused:
+        raise ConfigError("\n".join([*refused, "No run was started."]))
+
+
+@contextmanager
+def _idle_children_ended() -> Iterator[None]:
+    """Kill the idle processes that a launcher keeps for more runs; they block SIGTERM until a run handles it."""
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    finally:
+        for idle in set(multiprocessing.active_children()) - before:
+            if idle.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(idle.pid, signal.SIGKILL)
+
+
+@final
+class _Sweep:
+    """Calls ``task``, in this process or in others; with ``side_by_side`` several processes call at once.
+
+    ``typed``: the words of the command, of which the words of a run differ in what the sweep varies.
+    """
+
+    def __init__(
+        self,
+        task: Callable[[DictConfig], Trial],
+        ends: SweepEnds,
+        side_by_side: SideBySide | None,
+        *,
+        typed: Sequence[str],
+    ) -> None:
+        self._task, self._ends, self.side_by_side = task, ends, side_by_side
+        self._launching, self._typed = os.getpid(), {word.lstrip("+") for word in typed}
+
+    def call(self, cfg: DictConfig) -> float | SweepEnd | None:
+        """Run the next configuration, unless a run was asked to end; return the values for the sweeper.
+
+        Raises:
+            SweepEnded: the run was asked to end, and no other run continues in parallel.
+            TrialFailedError: the run of a search has no value.
+        """
+        is_here = os.getpid() == self._launching
+        if not is_here:
+            show_messages()
+            if self.side_by_side is not None:
+                self.side_by_side.join()
+        if self._is_asked() or any(map(ends_sweep, self._ends.exit_codes())):
+            return SweepEnd()  # another process waits for the runs that continue
+        label = self._label()
+        _logger.info("%s", label)
+        trial = self._tried(cfg)
+        folder = str(trial.folder) if trial.folder else None
+        goal = {"metric": cfg.sweep.metric, "maximize": maximizes(cfg.sweep)}
+        self._ends.note(RunEnd(label, trial.exit_code, trial.why, folder, trial.value, is_search(), **goal))
+        if ends_sweep(trial.exit_code):
+            if is_here:
+                raise SweepEnded
+            return SweepEnd()
+        if trial.exit_code and is_search():
+            raise TrialFailedError(f"the run ended with exit code {trial.exit_code}")
+        return trial.value
+
+    def _label(self) -> str:
+        """Return a line about the run, since many follow each other on a terminal."""
+        own = HydraConfig.get()
+        varied = [word for word in own.overrides.task if word.lstrip("+") not in self._typed]
+        return f"run {own.job.num + 1} of the sweep: {' '.join(redacted_arguments(varied))}"
+
+    def _is_asked(self) -> bool:
+        """Return whether the launching process has received a signal, which it forwards."""
+        return self.side_by_side is not None and self.side_by_side.is_asked()
+
+    def _tried(self, cfg: DictConfig) -> Trial:
+        try:
+            return self._task(cfg)
+        except WorldsizeError as error:  # Hydra would print a traceback
+            return Trial(refuse(error), why=_why(error))
+        except Exception as error:
+            if not is_search():
+                self._ends.note(RunEnd(self._label(), 1, _why(error)))
+                raise
+            traceback.print_exc()  # the sweeper may continue without showing it
+            return Trial(1, why=_why(error))
+
+    def has_no_value(self) -> bool:
+        """Return whether the search has no value: none of its runs has completed, or a signal has ended it."""
+        return self._is_asked() or self._ends.is_failed_search()
+
+    def exit_codes(self) -> list[int]:
+        """Return the exit code of each run, and that of a signal that no run has handled."""
+        codes = self._ends.exit_codes()
+        if self.side_by_side is not None and not any(map(ends_sweep, codes)):
+            codes.append(self.side_by_side.exit_code())
+        return codes or [0]
+
+
+def _why(error: Exception) -> str:
+    """Return one line that says why a run failed."""
+    return last_error(str(error) or type(error).__name__)

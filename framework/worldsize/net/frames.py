@@ -1,0 +1,177 @@
+"""The wire format: a header of 104 bytes, followed by exactly as many bytes as its dtype and shape announce.
+
+Nothing is unpickled. :func:`parse` checks that a header is consistent, and :meth:`Header.require` that it is what the
+receiver expects, both before any byte of the payload is received or memory for it is allocated.
+
+A protocol defines its operations as an ``IntEnum`` with numbers from 32 to 255; numbers below 32 are
+:class:`CommonOperation`, which every channel understands.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from functools import cache
+from struct import Struct
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+from worldsize.errors import WorldsizeError
+from worldsize.strict_json import parse as parse_json
+
+MAGIC = b"wsP2"
+LAYOUT = Struct("<4sBBBx7QQ4Q")  # magic, operation, dtype, dimensions, fields, length, shape
+HEADER_BYTES = LAYOUT.size
+DTYPES = (torch.uint8, torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+MAX_DIMENSIONS = 4
+MAX_PAYLOAD_BYTES = 1 << 42  # a larger one must be an error
+MAX_MESSAGE_BYTES = 1 << 24
+NO_FIELDS = (0,) * 7
+FIRST_OWN_OPERATION = 32
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+class RefusedError(WorldsizeError):
+    """The receiver refuses a frame or a peer; the frame has had no effect."""
+
+
+class CommonOperation(IntEnum):
+    """Operations that every protocol has."""
+
+    JOIN = 1  # a message, the first of a connection: who connects ("name"), and what for ("kind")
+    WELCOME = 2  # a message that answers JOIN
+    REFUSED = 3  # a message: the reason; the connection ends
+    DONE = 4  # acknowledges a request; no payload
+    MESSAGE = 5  # JSON
+    HEARTBEAT = 6  # a heartbeat; not answered
+    SHARE = 7  # not answered; three file descriptors follow, see worldsize.net.shared_memory
+
+
+class Header(NamedTuple):  # three times as fast to construct as a frozen dataclass
+    """The header of a frame, which comes before its payload.
+
+    Attributes:
+        operation: The request or the answer that the frame carries.
+        dtype: The type of the payload's numbers, one of :data:`DTYPES`.
+        shape: The shape of the payload, at most 4 dimensions; ``()`` means that there is no payload.
+        fields: Exactly 7 integers from 0 to 2^64 - 1, whose meaning the protocol of ``operation`` defines.
+    """
+
+    operation: IntEnum
+    dtype: torch.dtype = torch.uint8
+    shape: tuple[int, ...] = ()
+    fields: tuple[int, ...] = NO_FIELDS
+
+    @property
+    def length(self) -> int:
+        """Length of the payload in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize if self.shape else 0
+
+    def pack(self) -> bytes:
+        """Encode the header in :data:`HEADER_BYTES` bytes."""
+        shape = (*self.shape, *([0] * (MAX_DIMENSIONS - len(self.shape))))
+        dimensions = len(self.shape)
+        return LAYOUT.pack(MAGIC, self.operation, _CODES[self.dtype], dimensions, *self.fields, self.length, *shape)
+
+    def require(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Raise RefusedError unless the payload has this dtype and shape."""
+        if self.dtype != dtype or self.shape != tuple(shape):
+            raise RefusedError(
+                f"{self.operation.name} carries {self.dtype} {list(self.shape)}; expected {dtype} {list(shape)}"
+            )
+
+    def require_message(self) -> None:
+        """Raise RefusedError unless the payload is a message of at most :data:`MAX_MESSAGE_BYTES` bytes."""
+        if self.dtype != torch.uint8 or len(self.shape) != 1 or self.length > MAX_MESSAGE_BYTES:
+            raise RefusedError(f"{self.operation.name} announces a message of {self.dtype} {list(self.shape)}")
+
+
+@cache
+def operations_by_number(operations: type[IntEnum]) -> Mapping[int, IntEnum]:
+    """Map every number that a protocol knows to its operation, the common ones included.
+
+    Raises:
+        ValueError: A number of ``operations`` is below 32 or above 255.
+    """
+    for each in operations:
+        if not FIRST_OWN_OPERATION <= each <= 255:
+            raise ValueError(f"{each!r}: operations of a role have numbers from {FIRST_OWN_OPERATION} to 255")
+    return {int(each): each for each in (*CommonOperation, *operations)}
+
+
+def parse(data: bytes | bytearray | memoryview, known: Mapping[int, IntEnum]) -> Header:
+    """Decode a header from :data:`HEADER_BYTES` bytes that a peer has sent.
+
+    Args:
+        data: The bytes.
+        known: The operations of the protocol, see :func:`operations_by_number`.
+
+    Raises:
+        RefusedError: The bytes are not a header, name an unknown operation or dtype, are inconsistent, or announce more
+            than :data:`MAX_PAYLOAD_BYTES`.
+    """
+    magic, number, code, dimensions, *numbers = LAYOUT.unpack(data)
+    if magic != MAGIC:
+        raise RefusedError(f"not a frame: it begins with {magic!r}")
+    operation = known.get(number)
+    if operation is None or code >= len(DTYPES) or dimensions > MAX_DIMENSIONS:
+        raise RefusedError(f"unknown operation {number}, dtype {code} or {dimensions} dimensions")
+    length, shape = numbers[7], numbers[8:]
+    header = Header(operation, DTYPES[code], tuple(shape[:dimensions]), tuple(numbers[:7]))
+    if header.length != length or length > MAX_PAYLOAD_BYTES or any(shape[dimensions:]):
+        raise RefusedError(f"{operation.name} announces {length} bytes for {header.dtype} {list(header.shape)}")
+    return header
+
+
+def view(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor of any shape, to send from or receive into without a copy."""
+    tensor = tensor.detach()
+    array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    data: memoryview = array.reshape(-1).view(numpy.uint8).data
+    return data
+
+
+def message(operation: IntEnum, facts: Any) -> tuple[Header, list[memoryview]]:
+    """Return a frame (header and payload) that carries ``facts`` as JSON; numbers may be NaN or infinite."""
+    try:
+        text = json.dumps(facts, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_without_nan(facts))
+    data = text.encode()
+    return Header(operation, shape=(len(data),)), [memoryview(data)]
+
+
+def read_message(data: bytes) -> Any:
+    """Decode what :func:`message` has encoded.
+
+    Raises:
+        ValueError: The data are too long, nested too deeply, or not JSON.
+    """
+    return parse_json(data, at_most=MAX_MESSAGE_BYTES, mapping=_with_nan)
+
+
+def _without_nan(value: Any) -> Any:
+    """Write NaN and infinities, which JSON lacks, as ``{"$float": "nan"}``."""
+    if isinstance(value, Mapping):
+        return {key: _without_nan(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(child) for child in value]
+    return {"$float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _with_nan(facts: dict[str, Any]) -> Any:
+    text = facts.get("$float")
+    return float(text) if len(facts) == 1 and isinstance(text, str) else facts
+
+
+def tensor_frame(operation: IntEnum, tensor: Tensor) -> tuple[Header, list[memoryview]]:
+    """Return a frame (header and payload) that carries a contiguous CPU tensor of up to 4 dimensions, without a copy.
+
+    The shape of the tensor is sent with it; a scalar has no shape and cannot be sent.
+    """
+    return Header(operation, tensor.dtype, tuple(tensor.shape)), [view(tensor)]

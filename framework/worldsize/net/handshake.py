@@ -1,0 +1,168 @@
+"""Authenticates two agents of a run to each other, before either trusts the other's messages.
+
+    follower to leader:  a magic number, the follower's node rank, the follower's nonce
+    leader to follower:  the leader's nonce, the leader's proof
+    follower to leader:  the follower's proof
+    follower to leader:  a message with the facts of its host
+    leader to follower:  a message that it is admitted; until then the follower may be turned away, and comes again
+
+A proof is the HMAC-SHA256, by the run's key, of the proving role, the run's id, the follower's node rank and both
+nonces. So a proof of one role, node or connection is invalid for any other. Later messages carry tags by keys derived
+from the same values, one key per direction. An attacker in between can delay messages, but cannot change, repeat or
+forge one.
+
+The functions here do no I/O: they are generators that yield the bytes to send and the number of bytes to receive next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import struct
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+from worldsize.net.run_key import RunKey
+from worldsize.strict_json import parse, strict
+
+Message = Mapping[str, Any]
+LENGTH = struct.Struct(">I")  # length prefix of every message
+LONGEST = 1 << 20  # bytes of a message
+TAG_BYTES = 32
+_MAGIC = b"wsAgent3"
+_NONCE_BYTES = 32
+_HELLO = struct.Struct(f">8sI{_NONCE_BYTES}s")
+_COUNT = struct.Struct(">Q")
+
+
+class NotOfThisRunError(ConnectionError):
+    """The peer is not an authenticated agent of this run, or a message is not authentic."""
+
+
+class Turn(NamedTuple):
+    """A step of a handshake: send the bytes ``send``, then receive ``receive`` bytes."""
+
+    send: bytes
+    receive: int
+
+
+class Admitted(NamedTuple):
+    """An authenticated follower: its rank, the seal of its connection, and the facts of its host."""
+
+    rank: int
+    seal: MessageSeal
+    facts: Message
+
+
+@final
+class MessageSeal:
+    """Authenticates the messages of one connection: JSON with a length prefix, and a tag with the message's number.
+
+    A tag is an HMAC of the message's number in its direction and of its bytes. ``name`` is the same at both ends, and
+    that of no other connection.
+    """
+
+    def __init__(self, *, sending: bytes, receiving: bytes) -> None:
+        self._sending, self._receiving = sending, receiving  # keys
+        self._sent = self._received = 0
+        self.name = hashlib.sha256(b"".join(sorted((sending, receiving)))).hexdigest()[:16]
+
+    def seal(self, message: Message) -> bytes:
+        """Encode the next message to send."""
+        text = json.dumps(strict(message)).encode()
+        sealed = LENGTH.pack(len(text)) + text + _tag(self._sending, self._sent, text)
+        self._sent += 1
+        return sealed
+
+    def bytes_after(self, head: bytes) -> int:
+        """Return how many bytes follow the length ``head``; raise NotOfThisRunError if they are too many."""
+        (length,) = LENGTH.unpack(head)
+        if length > LONGEST:
+            raise NotOfThisRunError(f"a message of {length} bytes is announced")
+        return int(length) + TAG_BYTES
+
+    def open(self, body: bytes) -> Message:
+        """Check and decode the next received message; raise NotOfThisRunError if it is not authentic."""
+        text, tag = body[:-TAG_BYTES], body[-TAG_BYTES:]
+        if not hmac.compare_digest(tag, _tag(self._receiving, self._received, text)):
+            raise NotOfThisRunError("a message does not carry the tag of its sender")
+        self._received += 1
+        try:
+            message = parse(text, at_most=LONGEST)
+        except ValueError as error:
+            raise NotOfThisRunError(f"what came is no message: {error}") from None
+        if not isinstance(message, dict):
+            raise NotOfThisRunError("what came is no message")
+        return message
+
+
+@final
+@dataclass(frozen=True)
+class _Transcript:
+    """Holds what both sides of a handshake have sent; every proof and key is derived from all of it."""
+
+    key: RunKey
+    rank: int  # of the follower's node
+    follower_nonce: bytes
+    leader_nonce: bytes
+
+    def digest(self, purpose: str) -> bytes:
+        rank = _COUNT.pack(self.rank)
+        parts = (purpose.encode(), self.key.run_id.encode(), rank, self.follower_nonce, self.leader_nonce)
+        text = b"".join(LENGTH.pack(len(part)) + part for part in parts)
+        return hmac.digest(self.key.secret, text, "sha256")
+
+    def check(self, proof: bytes, role: str) -> None:
+        """Raise NotOfThisRunError unless ``proof`` is that of ``role``."""
+        if not hmac.compare_digest(proof, self.digest(f"proof of the {role}")):
+            raise NotOfThisRunError(f"it does not prove to be the {role} of this run")
+
+    def prove(self, role: str) -> bytes:
+        return self.digest(f"proof of the {role}")
+
+    def seal(self, role: str, peer: str) -> MessageSeal:
+        """Return the seal of ``role``, one end of the connection."""
+        return MessageSeal(
+            sending=self.digest(f"messages of the {role}"), receiving=self.digest(f"messages of the {peer}")
+        )
+
+
+def follow(key: RunKey, rank: int) -> Generator[Turn, bytes, MessageSeal]:
+    """Authenticate the leader, then prove to it that this is the agent of node ``rank``.
+
+    Raises:
+        NotOfThisRunError: the peer is not the leader of this run; it has received no proof.
+    """
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    answer = yield Turn(_HELLO.pack(_MAGIC, rank, nonce), _NONCE_BYTES + TAG_BYTES)
+    transcript = _Transcript(key, rank, nonce, answer[:_NONCE_BYTES])
+    transcript.check(answer[_NONCE_BYTES:], "leader")
+    yield Turn(transcript.prove("follower"), 0)
+    return transcript.seal("follower", "leader")
+
+
+def admit(key: RunKey, ranks: range) -> Generator[Turn, bytes, Admitted]:
+    """Prove that this is the leader, and receive the facts of an authenticated follower of one of ``ranks``.
+
+    Raises:
+        NotOfThisRunError: the peer is not a follower of this run.
+    """
+    magic, rank, nonce = _HELLO.unpack((yield Turn(b"", _HELLO.size)))
+    if magic != _MAGIC or rank not in ranks:
+        raise NotOfThisRunError("it does not greet like a node of this run")
+    transcript = _Transcript(key, rank, nonce, secrets.token_bytes(_NONCE_BYTES))
+    proof = yield Turn(transcript.leader_nonce + transcript.prove("leader"), TAG_BYTES)
+    transcript.check(proof, "follower")
+    seal = transcript.seal("leader", "follower")
+    length = seal.bytes_after((yield Turn(b"", LENGTH.size)))
+    facts = seal.open((yield Turn(b"", length)))
+    if facts.get("node") != rank or not isinstance(facts.get("host"), str):
+        raise NotOfThisRunError(f"node {rank} does not describe itself")
+    return Admitted(rank, seal, facts)
+
+
+def _tag(key: bytes, number: int, text: bytes) -> bytes:
+    return hmac.digest(key, _COUNT.pack(number) + text, "sha256")

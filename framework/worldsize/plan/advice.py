@@ -1,0 +1,189 @@
+"""Explains forecasts in words: the best choice and why, what does not fit, and what a changed batch requires."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worldsize.core import Cluster
+from worldsize.observe.health.memory import Memory, within
+from worldsize.plan.forecast import Forecast
+
+_ALIKE = 1.1  # forecasts closer than this may be ordered differently when measured: see benchmarks/README.md
+WANTED = 0.8  # efficiency
+_CUDA_BYTES = 2e9  # bytes of a GPU that no tensor gets: CUDA's context, workspaces of cuBLAS and cuDNN, buffers of NCCL
+
+
+def detected_memory_bytes(cluster: Cluster) -> float | None:
+    """Return the memory for one process's tensors on this machine, in bytes: a GPU's, or a share of the RAM.
+
+    The RAM is that of the container or the job if it has less. The share is that of one rank, without the private
+    memory of this process for its imports, which each rank needs too; call it before data are loaded. 0: nothing
+    remains. None: unknown, since there is no GPU, or several nodes, or another kind of device.
+    """
+    if cluster.device == "cuda":
+        return _gpu_bytes()
+    if cluster.nodes > 1 or cluster.device != "cpu":
+        return None
+    physical = Memory(used=0, total=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    share = within(physical).total / cluster.processes_per_node
+    return max(0.0, share - _private_bytes())
+
+
+def _gpu_bytes() -> float | None:
+    """Return the bytes of the first GPU that tensors can fill; None: there is none. CUDA is asked in a new process."""
+    if not torch.cuda.device_count():
+        return None
+    program = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
+    asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    return max(0.0, float(asked.stdout) - _CUDA_BYTES) if asked.returncode == 0 else None
+
+
+def _private_bytes() -> int:
+    """Return the bytes of memory that this process shares with no other process and no file."""
+    status = Path("/proc/self/status").read_text()
+    match = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
+    assert match is not None, "Linux has had this field since 4.5"
+    return int(match[1]) * 1024
+
+
+def unfit(forecast: Forecast, memory_bytes: float | None, *, processes: int = 1) -> str | None:
+    """Explain why a rank does not fit into ``memory_bytes``, or return None; a node has ``processes`` ranks."""
+    needed = forecast.cost.memory_bytes
+    if memory_bytes is None or needed <= memory_bytes:
+        return None
+    if memory_bytes == 0:
+        return (
+            f"{processes} processes do not fit beside Python and torch on this machine. Set cluster.processes lower, "
+            "or cluster.device_memory."
+        )
+    return f"it needs {size_text(needed)} a rank, and there are {size_text(memory_bytes)}. Shard it over more ranks."
+
+
+def best_text(forecasts: Mapping[str, Forecast], unfitting: Collection[str]) -> str:
+    """Name the fastest strategy of those that fit and compute the same as one process.
+
+    The text gives its advantage over the next, and which others would be faster.
+    """
+    order = sorted(forecasts, key=lambda name: forecasts[name].step_seconds)
+    fitting = [name for name in order if name not in unfitting and forecasts[name].cost.same]
+    if not forecasts:
+        return "Nothing could be predicted, for the reasons below."
+    if not fitting and all(name in unfitting for name in order):
+        return "None of them fits. Add nodes, make the model smaller, or use devices with more memory."
+    if not fitting:
+        rest = ", ".join(name for name in order if name not in unfitting)
+        return f"None that fits computes what one process would. Other algorithms, to be tried on the loss: {rest}."
+    best = forecasts[fitting[0]]
+    sentences = [f"Best: {fitting[0]}, {time_text(best.step_seconds)} a step."]
+    if len(fitting) > 1:
+        sentences.append(_apart(best, fitting[1], forecasts[fitting[1]]))
+    faster = order[: order.index(fitting[0])]
+    if large := [name for name in faster if name in unfitting]:
+        sentences.append(f"Faster, but too large: {', '.join(large)}.")
+    if others := [name for name in faster if name not in unfitting]:
+        sentences.append(f"Faster, but another algorithm, to be tried on the loss: {', '.join(others)}.")
+    return " ".join([*sentences, _share(best)])
+
+
+def _apart(best: Forecast, name: str, second: Forecast) -> str:
+    if second.step_seconds < _ALIKE * best.step_seconds:
+        needs = f"a rank keeps {size_text(best.cost.memory_bytes)} here, {size_text(second.cost.memory_bytes)} there"
+        return f"{name} is too near to tell ({second.step_seconds / best.step_seconds - 1:.1%} slower): {needs}."
+    reasons = {
+        f"waits {time_text(second.exposed_seconds)} for communication, not {time_text(best.exposed_seconds)}": (
+            second.exposed_seconds - best.exposed_seconds
+        ),
+        "computes more beside the model": second.added_seconds - best.added_seconds,
+        f"is idle for {second.cost.idle:.0%} of the time": (second.cost.idle - best.cost.idle) * second.step_seconds,
+        "has more to compute on each worker": second.compute_seconds - best.compute_seconds,
+    }
+    why = max(reasons, key=lambda reason: reasons[reason])
+    return f"{name}, the next, takes {second.step_seconds / best.step_seconds:.2f} ×: it {why}."
+
+
+def _share(best: Forecast) -> str:
+    if best.efficiency >= WANTED:
+        return f"{best.efficiency:.1%} of the time computes."
+    needed = best.compute_seconds_for(WANTED)
+    if math.isinf(needed):
+        return (
+            f"Only {best.efficiency:.1%} of the time computes, and a rank is idle for {best.cost.idle:.0%} of it, "
+            "whatever it computes. Take more micro-batches (logical_ranks)."
+        )
+    return (
+        f"Only {best.efficiency:.1%} of the time computes: {WANTED:.0%} needs {time_text(needed)} of compute a step, "
+        f"{needed / best.compute_seconds:.1f} × as much. Take a larger batch, fewer bytes (strategy.compress) or ranks."
+    )
+
+
+def retuning_text(then: int, now: int, lr: float | None, where: str) -> str | None:
+    """Warn that another global batch needs another learning rate; return None if the batch is the same.
+
+    The rate changes in proportion for SGD (Goyal et al. 2017, arXiv 1706.02677), by the square root for Adam
+    (Malladi et al. 2022, arXiv 2205.10287).
+    """
+    if then == now:
+        return None
+    ratio = now / then
+    return (
+        f"warning: the global batch is {now}, and was {then} in {where}. The lr of then has to be tuned anew: start "
+        f"at {ratio:.3g} × with SGD, {ratio**0.5:.3g} × with Adam; {'no lr' if lr is None else f'lr={lr:g}'} is set."
+    )
+
+
+def rule_text(cluster: Mapping[str, Any]) -> str:
+    """Say for whom ``cluster.scale_lr``, in the section ``cluster``, needs a base; empty if it has one or no rule."""
+    rule, base = cluster["scale_lr"], cluster["base_batch"]
+    if rule == "none" or base is not None:
+        return ""
+    return (
+        f"cluster.scale_lr={rule} without cluster.base_batch changes no figure below, but a strategy whose updates "
+        "have the same number of samples at any number of processes, such as ddp, does not train with it. Set "
+        "cluster.base_batch to the number of samples for which lr was chosen, or cluster.scale_lr=none for these."
+    )
+
+
+def formula_text(forecasts: Mapping[str, Forecast]) -> str:
+    """Explain which memory estimates come from a strategy's own formula, and why."""
+    reasons: dict[str, list[str]] = {}
+    for name, each in forecasts.items():
+        if each.by_formula:
+            reasons.setdefault(each.by_formula, []).append(name)
+    explained = "; ".join(f"{', '.join(names)}: {why.rstrip('.')}" for why, names in reasons.items())
+    return f"* Memory by the strategy's own formula, without activations. {explained}." if explained else ""
+
+
+def links_text(cluster: Cluster, file: Path | None) -> str:
+    """List the links of a cluster by tier; ``file`` is where they were measured, None: they are declared."""
+    tiers = {tier: f"{size_text(link.bandwidth)}/s, {1e6 * link.latency:g} µs" for tier, link in cluster.links.items()}
+    origin = f"measured, {file}" if file else f"declared by cluster={cluster.name}"
+    return f"Links ({origin}): {'; '.join(f'{tier} {text}' for tier, text in tiers.items())}."
+
+
+def price_per_million(forecast: Forecast, batch_size: int, price_per_hour: float) -> float:
+    """Return the price of a million samples, if all nodes together cost ``price_per_hour``, in its currency."""
+    return forecast.step_seconds / 3600 * price_per_hour / batch_size * 1e6
+
+
+def size_text(count: float) -> str:
+    """Format bytes in decimal units with two decimals: 1 kB is 1000 B."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def time_text(seconds: float) -> str:
+    """Format a time in seconds from 10 s on, else in milliseconds; an infinite one is "never"."""
+    if math.isinf(seconds):
+        return "never"
+    return f"{seconds:.2f} s" if seconds >= 10 else f"{1e3 * seconds:.2f} ms"

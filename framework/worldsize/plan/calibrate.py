@@ -1,0 +1,140 @@
+"""Measures the time and memory of a recipe's step by taking a few on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from worldsize.core import ConfigError, MicroBatch, MultiUpdateRecipe, Numerics, Recipe, RunContext, Workload, World
+from worldsize.data.fetch import collate_of
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order
+from worldsize.plan.activations import Activations, measured_activations
+from worldsize.plan.concurrency import first_device, medians, run_concurrently
+from worldsize.strategies.alone import alone
+from worldsize.strategies.model_replica import ModelReplica, autocast
+
+_SECONDS = 2.0  # least total of the steps
+
+
+def calibrate(
+    recipe: Recipe, numerics: Numerics, order: Order, kind: str, *, at_once: int = 1, threads: int = 1
+) -> Workload:
+    """Measure the workload of the micro-batches in ``order`` on one process.
+
+    It uses ``threads`` threads and this machine's first device of a ``kind`` ("cpu", "cuda"). ``compute_seconds``,
+    including the wait for data, are the median of at least eleven steps and two seconds.
+
+    With ``at_once`` processes, which take the same steps concurrently, a step takes the time of the slowest, as in a
+    run where they share cores and memory. They are forked: this process must have no OpenMP pool, and must not have
+    used CUDA.
+
+    Raises:
+        ConfigError: this machine has too little memory.
+    """
+    device = first_device(kind)
+    try:
+        return run_concurrently(at_once, threads, _calibrated, recipe, numerics, order, device)
+    except Exception as error:
+        if not _is_memory(error):
+            raise
+        raise ConfigError(
+            f"this machine cannot take the recipe's steps, {at_once} process(es) at once: {type(error).__name__}, "
+            "its memory does not do. Give what they need: --model-size PARAMETERS --compute TIME."
+        ) from error
+
+
+def _is_memory(error: Exception) -> bool:
+    """Return whether memory was short; a process that the kernel kills for that breaks its pool."""
+    known = isinstance(error, BrokenProcessPool | torch.OutOfMemoryError | MemoryError)
+    return known or "can't allocate memory" in str(error)
+
+
+def _calibrated(recipe: Recipe, numerics: Numerics, order: Order, device: torch.device) -> Workload:
+    return _Calibration(recipe, numerics, order, device).workload()
+
+
+@final
+@dataclass
+class _Calibration:
+    recipe: Recipe
+    numerics: Numerics
+    order: Order
+    device: torch.device
+
+    def workload(self) -> Workload:
+        model, collate = self.recipe.model().to(self.device), collate_of(self.recipe)
+        batches = micro_batches(self.recipe.data("train"), self.order, self.device, collate=collate)
+        activations = self._activations(model, next(batches)[0])  # of the model as it is
+        replica = alone(self.recipe, model, RunContext(World.alone(self.device), self.numerics))
+        seconds, forward, update = self._seconds(replica, model, lambda: next(batches))
+        parameters, optimizers = list(model.parameters()), replica.train_state.optimizers
+        blocks = list(self.recipe.blocks(model))
+        return Workload(
+            parameter_bytes=_bytes(parameters),
+            optimizer_bytes=_bytes(
+                value for each in optimizers for kept in each.state_dict()["state"].values() for value in kept.values()
+            ),
+            unit_bytes=max((_bytes(block.parameters()) for block in blocks), default=_bytes(parameters)),
+            activation_bytes=activations.largest(self.numerics),
+            boundary_bytes=activations.boundary,
+            blocks=len(blocks),
+            compute_seconds=seconds,
+            update_seconds=min(update, seconds),
+            overlap=self._overlap(seconds, forward, update),
+            sum_seconds=self._sum_seconds(sum(parameter.numel() for parameter in parameters)),
+        )
+
+    def _activations(self, model: nn.Module, batch: MicroBatch) -> Activations:
+        with autocast(self.device, self.numerics.precision):
+            return measured_activations(model, self.recipe.blocks(model), lambda: _forward(self.recipe, model, batch))
+
+    def _overlap(self, seconds: float, forward: float, update: float) -> float:
+        """Return the share of compute that hides communication: the backward pass, or 0 with several updates."""
+        return 0.0 if isinstance(self.recipe, MultiUpdateRecipe) else max(0.0, seconds - forward - update) / seconds
+
+    def _seconds(
+        self, replica: ModelReplica, model: nn.Module, draw: Callable[[], list[MicroBatch]]
+    ) -> tuple[float, float, float]:
+        """Return the seconds of a whole step, of its data and forward passes, and of its update.
+
+        The remainder is the backward pass.
+        """
+
+        def forward() -> None:
+            for batch in draw():
+                with autocast(self.device, self.numerics.precision):
+                    _forward(self.recipe, model, batch)
+
+        def update() -> None:
+            for optimizer in replica.train_state.optimizers:
+                optimizer.step()
+
+        step = self._timed(lambda: replica.step(draw()), _SECONDS)
+        return step, self._timed(forward), self._timed(update)
+
+    def _sum_seconds(self, numbers: int) -> float:
+        values_n = torch.randn(numbers, device=self.device)
+        others_n = values_n.clone()
+        return self._timed(lambda: others_n.add_(values_n))
+
+    def _timed(self, action: Callable[[], object], least_seconds: float = 0.0) -> float:
+        (seconds,) = medians(repeat([action]), self.device, least_seconds)
+        return seconds
+
+
+def _forward(recipe: Recipe, model: nn.Module, batch: MicroBatch) -> object:
+    """Compute the losses of a step, without updates between several."""
+    if isinstance(recipe, MultiUpdateRecipe):
+        return list(recipe.micro_batch_updates(model, batch))
+    return recipe.micro_batch_loss(model, batch)
+
+
+def _bytes(tensors: Any) -> float:
+    return float(sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)))

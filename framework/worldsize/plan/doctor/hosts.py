@@ -1,0 +1,132 @@
+"""Checks each host alone, and all hosts against the first."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from worldsize.core import Cluster
+from worldsize.plan.doctor.findings import Facts, Findings
+from worldsize.plan.doctor.report import Check
+from worldsize.world.pinning import FEW_CPUS, few_cpus
+
+SKEW = 1.0  # seconds of allowed clock skew: the first of several failures in time is reported as the cause
+_INSTALL = "Install there what the lock says (uv sync --locked), or name the right interpreter (cluster.python)."
+_REMEDIES = {
+    "Python": "Use the same interpreter everywhere: cluster.python, a container, or the environment that uv makes.",
+    "torch": _INSTALL,
+    "NCCL": _INSTALL,
+    "packages": _INSTALL,
+    "code": "Bring the same commit there; a copy that was edited in place is overwritten by the next launch.",
+    "data": "Bring the same files there, or put them on storage that all hosts share.",
+    "driver": "Have the same driver installed everywhere: collectives and kernels differ between versions.",
+    "vector instructions": "CPUs that round differently give ranks other bits: use CPUs of one kind, or set "
+    "ATEN_CPU_CAPABILITY to what all of them have (default, avx2 or avx512).",
+    "lock": "Bring the same uv.lock there, and install from it (uv sync --locked).",
+}
+
+
+def matches(findings: Findings) -> Iterator[Check]:
+    """Compare each host's facts with the first's."""
+    if (first := findings.first) is None:
+        return
+    for name, value in {**first["must_match"], **first["should_match"]}.items():
+        for facts in findings.hosts.values():
+            own = {**facts["must_match"], **facts["should_match"]}.get(name)
+            if own == value:
+                yield Check(name, facts["host"], True, str(value or "none"))
+            else:
+                detail = f"{own}, where {first['host']} has {value}{_versions(facts, first, name)}"
+                yield Check(name, facts["host"], False, detail, _REMEDIES[name])
+
+
+def _versions(facts: Facts, first: Facts, name: str) -> str:
+    """List the packages that differ."""
+    if name != "packages":
+        return ""
+    here, there = facts["versions"], first["versions"]
+    differ = [each for each in sorted({*here, *there}) if here.get(each) != there.get(each)]
+    shown = [f"{each} {here.get(each, 'missing')} ({there.get(each, 'missing')})" for each in differ[:5]]
+    return f": {', '.join(shown)}" + (f" and {len(differ) - 5} more" if len(differ) > 5 else "")
+
+
+def data(findings: Findings) -> Iterator[Check]:
+    """Check the files that a recipe reads."""
+    for facts in findings.hosts.values():
+        problems = facts["data"]
+        if not problems:
+            yield Check("data files", facts["host"], True, "readable")
+            continue
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        remedy = "Prepare the data there, or put it on storage that all hosts share and this user may read."
+        yield Check("data files", facts["host"], False, "; ".join(problems[:3]) + more, remedy)
+
+
+def folder(findings: Findings) -> Iterator[Check]:
+    """Check that every host can write the run's folder, and that all share it."""
+    unseen = findings.meeting.get("unseen", {})
+    for node, facts in findings.hosts.items():
+        path, error = facts["folder"]["path"], facts["folder"]["error"]
+        remedy = "Mount it there so that this user may write, or set run.root to a folder that all hosts share."
+        if error:
+            yield Check("run folder", facts["host"], False, f"{path} cannot be written: {error}", remedy)
+        elif str(node) in unseen:
+            yield Check("run folder", facts["host"], False, f"{path} is not shared: {unseen[str(node)]}", remedy)
+        else:
+            yield Check("run folder", facts["host"], True, "written, and shared" if findings.nodes > 1 else "written")
+
+
+def disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
+    """Check that the disk has ``needed_bytes`` for two checkpoints, since one is kept while another is written."""
+    for facts in findings.hosts.values():
+        free, path = facts["folder"]["free"], facts["folder"]["path"]
+        if free >= needed_bytes:
+            yield Check("disk", facts["host"], True, f"room for two checkpoints ({needed_bytes / 1e9:.2g} GB)")
+            continue
+        detail = f"{free / 1e9:.3g} GB free at {path}, two checkpoints take {needed_bytes / 1e9:.3g}"
+        yield Check("disk", facts["host"], False, detail, "Remove old runs, or set run.root to a larger file system.")
+
+
+def clock(findings: Findings) -> Iterator[Check]:
+    """Compare each host's clock with the first's, by its answer or else by the time of its file."""
+    asked = {int(node): ahead for node, ahead in findings.meeting.get("clocks", {}).items()}
+    reference = findings.hosts.get(0, {}).get("ahead")
+    for node, facts in findings.hosts.items():
+        ahead = asked.get(node)
+        if ahead is None and reference is not None and "ahead" in facts:
+            ahead = facts["ahead"] - reference
+        if node == 0 or ahead is None:
+            continue
+        ok = abs(ahead) <= SKEW
+        detail = f"within {SKEW:g} s of {findings.name(0)}" if ok else f"{ahead:+.1f} s against {findings.name(0)}"
+        remedy = (
+            "" if ok else "Have it set by NTP there (chronyc tracking, timedatectl): logs and causes are ordered by it."
+        )
+        yield Check("clock", facts["host"], ok, detail, remedy)
+
+
+def cpus(findings: Findings, cluster: Cluster) -> Iterator[Check]:
+    """Warn where the processes of a host may run on fewer CPUs than they need, with which they are slower."""
+    for facts in findings.hosts.values():
+        usable = facts["cpus"]
+        lack = few_cpus(cluster, usable)
+        detail = lack or f"{usable} for {cluster.processes_per_node} processes"
+        yield Check("CPUs", facts["host"], True, detail, FEW_CPUS if lack else "")
+
+
+def devices(findings: Findings, *, per_node: int) -> Iterator[Check]:
+    """Check that every host has a device for each process, and that no two ranks share one."""
+    for facts in findings.hosts.values():
+        count = facts["devices"]
+        ok = count >= per_node
+        remedy = f"Look at nvidia-smi and CUDA_VISIBLE_DEVICES there, or set cluster.processes_per_node={count}."
+        yield Check("devices", facts["host"], ok, f"{count} for {per_node} processes", "" if ok else remedy)
+    users: dict[str, list[Facts]] = defaultdict(list)
+    for rank in findings.ranks:
+        users[rank["device"]].append(rank)
+    for device, ranks in users.items():
+        if device and len(ranks) > 1:  # only GPUs have an identity of their own
+            hosts = ", ".join(dict.fromkeys(str(rank["host"]) for rank in ranks))
+            detail = f"ranks {' and '.join(str(rank['rank']) for rank in ranks)} share {device}"
+            remedy = "Give each a GPU of its own: name each host once, and no more processes than it has GPUs."
+            yield Check("one rank a device", hosts, False, detail, remedy)

@@ -1,0 +1,174 @@
+"""Checks measured links by tier, between hosts, and against the cluster's declaration."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from worldsize.core import Cluster, Link
+from worldsize.observe.transport import transport_warning
+from worldsize.plan.doctor.edges import INSIDE, ONE_HOST, Measured, measured, sharing
+from worldsize.plan.doctor.findings import Facts, Findings
+from worldsize.plan.doctor.network import others
+from worldsize.plan.doctor.report import Check, Pair, rate
+
+_LEAST = 0.5  # of the declared bandwidth
+
+
+@dataclass(frozen=True)
+class SlowLinks:
+    """Slow links, attributed to as few nodes as possible."""
+
+    nodes: Sequence[int]  # all of whose links are slow
+    links: Sequence[tuple[int, int]]  # slow links of other nodes
+
+
+def tiers(by_tier: Mapping[str, Measured], rings: Mapping[str, Facts]) -> dict[str, Link]:
+    """Return each tier's link: the median latency, and the bandwidth measured by its rings.
+
+    Without rings, as on one device, it is the bandwidth of the slowest link. Where one host has measured an uplink
+    alone, its latency counts, since the messages of others have not delayed it.
+    """
+    figures = {}
+    for tier, links in by_tier.items():
+        if not tier.startswith(ONE_HOST):
+            quiet = by_tier.get(ONE_HOST + tier, links)
+            latency = statistics.median(link.latency for link in quiet.values())
+            slowest = {"bandwidth": min(link.bandwidth for link in links.values())}
+            figures[tier] = Link(latency=latency, **rings.get(tier, slowest))
+    return figures
+
+
+def slow(links: Measured, least: float) -> SlowLinks:
+    """Find the nodes, or links, with less than ``least`` bytes per second."""
+    lost = [ends for ends, link in links.items() if link.bandwidth < least]
+    healthy = {node for ends, link in links.items() if link.bandwidth >= least for node in ends}
+    blamed = {node for ends in lost for node in ends} - healthy
+    return SlowLinks(sorted(blamed), [ends for ends in lost if blamed.isdisjoint(ends)])
+
+
+def checks(findings: Findings, cluster: Cluster) -> Iterator[Check]:
+    """Report hosts and interfaces with less than half of the bandwidth that the cluster declares for the tier.
+
+    With CPU devices links inside a node are not judged, since they depend on other computations.
+    """
+    by_tier = measured(findings.edges, cluster.processes_per_node, sharing(cluster))
+    for tier, links in by_tier.items():
+        judged = tier not in INSIDE or cluster.device != "cpu"
+        yield from _Tier(tier, findings, cluster).checks(links, cluster.links.get(tier) if judged else None)
+    yield from _transports(findings, cluster)
+
+
+@final
+@dataclass(frozen=True)
+class _Tier:
+    """Judges the links of one tier."""
+
+    name: str
+    findings: Findings
+    cluster: Cluster
+
+    def checks(self, links: Measured, declared: Link | None) -> Iterator[Check]:
+        lost = slow(links, _LEAST * declared.bandwidth if declared else 0.0)
+        by_node = _by_node(links)
+        promised = f"{self._key} declares {rate(declared.bandwidth)}" if declared else "not judged"
+        if self.name not in INSIDE and len(lost.nodes) == len(by_node):
+            yield self._red(lost.nodes, links, f"between all {self._members}, {promised}")
+            return
+        for node in lost.nodes:
+            yield self._red([node], by_node[node], promised)
+        for ends in lost.links:
+            yield self._red(ends, {ends: links[ends]}, f"from the one to the other, {promised}")
+        blamed = {*lost.nodes}
+        named = blamed.union(*lost.links)
+        for node in (each for each in by_node if each not in named):
+            if own := [link for ends, link in by_node[node].items() if blamed.isdisjoint(ends)]:
+                yield Check(f"{self.name} link", self._hosts(node), True, _described(own, promised))
+
+    @property
+    def _key(self) -> str:
+        """The key of the configuration that declares the link."""
+        return f"cluster.{'tiers' if self.name in self.cluster.tiers else 'links'}.{self.name}"
+
+    @property
+    def _nodes(self) -> int:
+        """Number of nodes that share a link of the tier."""
+        return max(1, sharing(self.cluster).get(self.name, 1) // self.cluster.processes_per_node)
+
+    @property
+    def _members(self) -> str:
+        return "hosts" if self._nodes == 1 else f"groups of {self._nodes} hosts"
+
+    def _hosts(self, node: int) -> str:
+        """Name the hosts that share a link, of which ``node`` is the first."""
+        names = [self.findings.name(each) for each in range(node, node + self._nodes)]
+        return ", ".join(names) if len(names) <= 4 else f"{names[0]} .. {names[-1]} ({len(names)} hosts)"
+
+    def _red(self, nodes: Sequence[int], links: Measured, promised: str) -> Check:
+        bandwidth = min(link.bandwidth for link in links.values())
+        hosts = ", ".join(map(self._hosts, nodes))
+        accept = f"if that is what it is, declare it: {self._key}.bandwidth={bandwidth:.2g}."
+        detail = f"{rate(bandwidth)}{self._over(nodes)}, {promised}"
+        return Check(f"{self.name} link", hosts, False, detail, f"{self._remedy(nodes)} {accept}")
+
+    def _remedy(self, nodes: Sequence[int]) -> str:
+        if self.name in INSIDE:
+            return "Look at what else runs there, at power limits and topology;"
+        if self._nodes > 1:
+            return "Look at the uplink of the switch that joins these hosts, and at what else it carries;"
+        hosts = self.findings.hosts
+        choices = {others(hosts[node], _interface(self.findings, node)) for node in nodes if node in hosts} - {""}
+        another = f" try another interface ({'; '.join(sorted(choices))}) with cluster.interface;" if choices else ""
+        return f"Look at its cable, its switch port and what else it carries (ethtool);{another}"
+
+    def _over(self, nodes: Sequence[int]) -> str:
+        """Describe which interfaces carried the bytes."""
+        used = [name for node in nodes if (name := _interface(self.findings, node))]
+        return f" over {', '.join(dict.fromkeys(used))}" if self.name not in INSIDE and used else ""
+
+
+def _by_node(links: Measured) -> dict[int, dict[tuple[int, int], Link]]:
+    """Return the links of each node, in the nodes' order."""
+    nodes = sorted({node for ends in links for node in ends})
+    own: dict[int, dict[tuple[int, int], Link]] = {node: {} for node in nodes}
+    for ends, link in links.items():
+        for node in ends:
+            own[node][ends] = link
+    return own
+
+
+def _described(links: Sequence[Link], promised: str) -> str:
+    bandwidth, latency = min(link.bandwidth for link in links), statistics.median(link.latency for link in links)
+    return f"{rate(bandwidth)}, {latency * 1e6:.0f} µs ({promised})"
+
+
+def _interface(findings: Findings, node: int) -> str | None:
+    """Return the interface that the ranks of a node report."""
+    ranks = [rank for rank in findings.ranks if rank["node"] == node and rank.get("transport")]
+    return next((str(rank["transport"]["interface"]) for rank in ranks if rank["transport"]["interface"]), None)
+
+
+def _transports(findings: Findings, cluster: Cluster) -> Iterator[Check]:
+    """Check the transport that the collectives' library has chosen on each host."""
+    for node in findings.hosts:
+        transports = [rank["transport"] for rank in findings.ranks if rank["node"] == node and rank.get("transport")]
+        if not transports:
+            continue
+        ways = sorted({way for each in transports for way in each["transports"]}) or ["none"]
+        name = _interface(findings, node)
+        warning = next((text for each in transports if (text := transport_warning(each, cluster))), None)
+        remedy = "Set cluster.interface or cluster.hca, and let the container see the fabric." if warning else ""
+        detail = warning or f"{transports[0]['backend']}: {', '.join(ways)}" + (f" on {name}" if name else "")
+        yield Check("transport", findings.name(node), warning is None, detail, remedy)
+
+
+def pairs(by_tier: Mapping[str, Measured], findings: Findings) -> list[Pair]:
+    """Name the hosts at the ends of each measured link between two nodes; of an uplink, those that used it alone."""
+    between = [links for tier, links in by_tier.items() if tier not in INSIDE and ONE_HOST + tier not in by_tier]
+    return [
+        Pair(findings.name(source), findings.name(target), link)
+        for links in between
+        for (source, target), link in links.items()
+    ]

@@ -1,0 +1,153 @@
+"""Reports checks and measured links, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from worldsize.core import Link
+from worldsize.messages import printable
+from worldsize.record.json_schema import check as check_schema
+from worldsize.strict_json import parse, strict
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of one host; ``remedy``: what to do if it is not ``ok``, or if it is, but with a warning."""
+
+    check: str
+    host: str
+    ok: bool
+    detail: str
+    remedy: str = ""
+
+    @property
+    def mark(self) -> str:
+        """A sign of how it went, in rich's markup."""
+        if not self.ok:
+            return "[red]✗[/]"
+        return "[yellow]![/]" if self.remedy else "[green]✓[/]"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The measured link from one host to another, shared by their ranks."""
+
+    source: str
+    target: str
+    link: Link
+
+
+_MARK = "worldsize doctor found: "  # before a report in a log, whose lines may begin with the name of a pod or node
+
+_TEXT, _NUMBER = {"type": "string"}, {"type": "number"}
+_LINK = {"type": "object", "additionalProperties": _NUMBER}
+_CHECK = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "additionalProperties": _TEXT}
+_PAIR = {"type": "object", "properties": {"from": _TEXT, "to": _TEXT}, "additionalProperties": _NUMBER}
+_SHAPE = {
+    "type": "object",
+    "properties": {
+        "checks": {"type": "array", "items": _CHECK},
+        "links": {"type": "object", "additionalProperties": _LINK},
+        "pairs": {"type": "array", "items": _PAIR},
+        "hosts": {"type": "array", "items": {"type": "object"}},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Checks of a cluster, and its measured links by tier and from host to host."""
+
+    checks: Sequence[Check]
+    links: Mapping[str, Link] = field(default_factory=dict)
+    pairs: Sequence[Pair] = ()
+    hosts: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check passed."""
+        return all(check.ok for check in self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as JSON of schema 1; bandwidths in bytes per second, latencies in seconds."""
+        return {
+            "schema": 1,
+            "checks": [asdict(check) for check in self.checks],
+            "links": {tier: asdict(link) for tier, link in self.links.items()},
+            "pairs": [{"from": each.source, "to": each.target, **asdict(each.link)} for each in self.pairs],
+            "hosts": list(self.hosts),
+        }
+
+    @staticmethod
+    def from_json(facts: Mapping[str, Any]) -> Report:
+        """Build a report of what :meth:`as_json` returned.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            check_schema(facts, _SHAPE)
+            links = {tier: Link(**each) for tier, each in facts["links"].items()}
+            pairs = [
+                Pair(each["from"], each["to"], Link(each["bandwidth"], each["latency"], each["gap"], each["incast"]))
+                for each in facts["pairs"]
+            ]
+            return Report([Check(**each) for each in facts["checks"]], links, pairs, list(facts["hosts"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is no report of doctor: {error!r}") from error
+
+    def as_line(self) -> str:
+        """Return the report as a line of a log, from which :func:`report_in` reads it."""
+        return _MARK + json.dumps(strict(self.as_json()))
+
+    def table(self) -> Table:
+        """Build a table: a line for each check that all hosts pass, and one for each host that fails."""
+        table = Table("", "check", "host", "found", title="worldsize doctor", title_justify="left")
+        table.columns[3].overflow = "fold"
+        for name, group in groupby(self.checks, key=lambda check: check.check):
+            checks = list(group)
+            good = [check for check in checks if check.ok and not check.remedy]
+            for detail in dict.fromkeys(check.detail for check in good):
+                hosts = [check.host for check in good if check.detail == detail]
+                table.add_row("[green]✓[/]", _shown(name), _shown(_listed(hosts)), _shown(detail))
+            for other in (check for check in checks if check not in good):
+                text = _shown(other.detail) + (f"\n→ {_shown(other.remedy)}" if other.remedy else "")
+                style = "yellow" if other.ok else "red"
+                table.add_row(other.mark, f"[{style}]{_shown(name)}[/]", _shown(other.host), text)
+        return table
+
+
+def report_in(log: str) -> Report | None:
+    """Return the last report that a log has, which hosts have written that need not be trusted; None: it has none."""
+    for line in reversed(log.splitlines()):
+        _, mark, text = line.partition(_MARK)
+        if mark:
+            try:
+                return Report.from_json(parse(text))
+            except ValueError:  # cut off, or of another worldsize
+                continue
+    return None
+
+
+def _shown(text: str) -> str:
+    """Return what a host has said as rich and a terminal show it, whatever it is."""
+    return escape(printable(text))
+
+
+def _listed(hosts: Sequence[str]) -> str:
+    return ", ".join(hosts) if len(hosts) <= 4 else f"{hosts[0]}, {hosts[1]} .. {hosts[-1]} ({len(hosts)})"
+
+
+def rate(bandwidth: float) -> str:
+    """Format bytes a second as people say it."""
+    for unit, factor in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)):
+        if bandwidth >= factor:
+            return f"{bandwidth / factor:.3g} {unit}"
+    return f"{bandwidth / 1e3:.3g} kB/s"

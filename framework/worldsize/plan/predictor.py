@@ -1,0 +1,178 @@
+"""Predicts a run's step from its settings, the recipe's workload (measured here or given) and the links."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import final
+
+from worldsize.config.cluster import tier_around
+from worldsize.config.settings import Settings
+from worldsize.core import Cluster, ConfigError, Link, Workload
+from worldsize.data.order import Order
+from worldsize.devices import device_count
+from worldsize.plan.absent_peers import check_alone
+from worldsize.plan.calibrate import calibrate
+from worldsize.plan.construction import check_trainable
+from worldsize.plan.dry_run import slowdown
+from worldsize.plan.forecast import Forecast, accumulated, forecast
+from worldsize.plan.rehearsal.rank import Part
+from worldsize.plan.rehearsal.ranks import rehearse
+from worldsize.world.world import threads_per_process
+
+
+@dataclass(frozen=True)
+class Given:
+    """Facts from the user in place of measurements."""
+
+    parameter_bytes: float | None = None
+    compute_seconds: float | None = None  # of a rank in a step
+    overlap: float | None = None  # share of the compute behind which communication hides
+    links: Mapping[str, Link] = field(default_factory=dict)  # measured ones
+    one_machine: bool = False  # all nodes are this machine
+
+
+def links_of(file: Path) -> dict[str, Link]:
+    """Read the links measured by ``worldsize doctor --json``.
+
+    Raises:
+        ConfigError: the file is not a report of the doctor.
+    """
+    try:
+        tiers = json.loads(file.read_text())["links"]
+        return {tier: Link(**{name: float(value) for name, value in link.items()}) for tier, link in tiers.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} has no measured links ({error!r}). Write it with worldsize doctor --json.") from None
+
+
+@final
+class Predictor:
+    """Predicts any number of runs; measurements are cached."""
+
+    def __init__(self, given: Given) -> None:
+        self._given = given
+        self._measured: dict[tuple[int, int, int], Workload] = {}
+
+    def with_parameters(self, parameter_bytes: float) -> Predictor:
+        """Return a predictor of a model of ``parameter_bytes`` bytes, with the other facts of this one."""
+        return Predictor(replace(self._given, parameter_bytes=parameter_bytes))
+
+    def cluster(self, settings: Settings) -> Cluster:
+        """Return the cluster of the settings, with measured links in place of declared ones if there are any.
+
+        Nodes that are all in one rack have its link, whatever was measured between racks.
+        """
+        measured, around = self._given.links, tier_around(settings.config["cluster"])
+        network = {"network": measured[around]} if around in measured else {}
+        return replace(settings.cluster, links={**settings.cluster.links, **measured, **network})
+
+    def forecast(self, settings: Settings) -> Forecast:
+        """Predict a step of the run.
+
+        Raises:
+            ConfigError: the strategy cannot train the recipe, or has no cost model.
+        """
+        if self._given.parameter_bytes is None:  # the prediction is for the recipe's own step
+            check_trainable(settings.recipe, settings.strategy)
+        work = self.workload(settings)
+        cost = settings.strategy.cost(work, self.cluster(settings))
+        if cost is None:
+            raise ConfigError("it does not say what it costs")
+        by_formula: str | None = None
+        if self._given.parameter_bytes is None:
+            rehearsed, by_formula = _rehearsed_bytes(settings)
+            # two steps may not contain a communication round of a periodic strategy; its own estimate does
+            needed = rehearsed if cost.same and rehearsed else max(rehearsed, cost.memory_bytes)
+            cost = replace(cost, memory_bytes=needed)
+        return replace(forecast(cost, work, self._computed(settings)), by_formula=by_formula)
+
+    def _computed(self, settings: Settings) -> float | None:
+        """Measure the compute seconds of a rank's step under the strategy itself.
+
+        Return None if compute is given, if the strategy cannot be tried alone, or has no peers.
+        """
+        given, cluster = self._given, settings.cluster
+        is_given = given.parameter_bytes or given.compute_seconds is not None
+        if is_given or cluster.processes == 1 or len(settings.roles) > 1:
+            return None
+        try:
+            at_once, threads = self._at_once(settings), _threads(cluster)
+            times = slowdown(settings, self._device(cluster), at_once=at_once, threads=threads)
+        except (ConfigError, RuntimeError):  # it depends on its peers, or memory is too small for two replicas
+            return None
+        return times * accumulated(self._micro_batch(settings), _micro_batches(settings)).compute_seconds
+
+    def workload(self, settings: Settings) -> Workload:
+        """Return the workload of one rank's step, if all training ranks share the batch evenly."""
+        given = self._given
+        if given.parameter_bytes is not None:
+            size, seconds = given.parameter_bytes, given.compute_seconds or 0.0
+            work = Workload(size, 2 * size, compute_seconds=seconds, overlap=given.overlap or 0.0)
+            return replace(work, micro_batches=_micro_batches(settings))
+        work = self._micro_batch(settings)
+        work = accumulated(work, settings.logical_ranks / settings.roles["worker"].processes)
+        work = replace(work, micro_batches=_micro_batches(settings))
+        if given.compute_seconds is not None:
+            update = min(work.update_seconds, given.compute_seconds)
+            work = replace(work, compute_seconds=given.compute_seconds, update_seconds=update)
+        return work if given.overlap is None else replace(work, overlap=given.overlap)
+
+    def _micro_batch(self, settings: Settings) -> Workload:
+        cluster, batch_size = settings.cluster, settings.training.batch_size // settings.logical_ranks
+        key = (batch_size, self._at_once(settings), _threads(cluster))
+        if key not in self._measured:
+            order = Order(settings.training.seed, settings.training.batch_size, settings.logical_ranks, (0,))
+            self._measured[key] = calibrate(
+                settings.recipe, settings.numerics, order, self._device(cluster), at_once=key[1], threads=key[2]
+            )
+        return self._measured[key]
+
+    def _device(self, cluster: Cluster) -> str:
+        """Return the device on which the recipe takes its steps; any device if their time is given."""
+        if cluster.device == "cpu" or device_count(cluster.device):  # this process can still fork after that
+            return cluster.device
+        if self._given.compute_seconds is None:
+            raise ConfigError(
+                f"the recipe's steps cannot be timed here: cluster.device={cluster.device}, and this machine has none "
+                "that torch can use. Give --compute, e.g. --compute 250ms."
+            )
+        return "cpu"
+
+    def _at_once(self, settings: Settings) -> int:
+        """Return the number of processes that compute concurrently on one machine."""
+        cluster, workers = settings.cluster, settings.roles["worker"].processes
+        if cluster.device != "cpu" or self._given.compute_seconds is not None:
+            return 1
+        if self._given.one_machine or cluster.nodes == 1:
+            return workers
+        return min(math.ceil(workers / cluster.nodes), len(os.sched_getaffinity(0)))  # this may be another machine
+
+
+def _rehearsed_bytes(settings: Settings) -> tuple[float, str | None]:
+    """Return the peak bytes of the first rank's tensors in two steps and an evaluation.
+
+    If it cannot be rehearsed, return 0 and the reason.
+    """
+    if settings.numerics.activation_offload:
+        return 0.0, "activations that wait on the host are estimated"
+    try:
+        check_alone(settings)
+        (rehearsed,) = rehearse(settings, [0], Part())
+    except ConfigError as error:
+        return 0.0, str(error)
+    if rehearsed.error is not None:
+        return 0.0, f"its rehearsal failed {rehearsed.error}"
+    return rehearsed.most, None
+
+
+def _micro_batches(settings: Settings) -> int:
+    """Return the number of micro-batches of each data-parallel part in a step."""
+    return settings.logical_ranks // settings.strategy.data_parallel(settings.cluster)
+
+
+def _threads(cluster: Cluster) -> int:
+    return cluster.threads or threads_per_process(cluster.processes_per_node)

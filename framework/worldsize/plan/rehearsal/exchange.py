@@ -1,0 +1,162 @@
+"""Small tensors that ranks send to each other, such as sizes, counts and flags, which may decide their next calls.
+
+A rank is rehearsed without its peers, as if they had the same values. If they have others, it is rehearsed again with
+the messages that they sent before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from worldsize.plan.rehearsal.groups import Group
+
+_LARGEST = 4096  # bytes of floating-point tensors; larger ones do not decide calls
+_LARGEST_INTEGERS = 1 << 20  # bytes of integer tensors, such as indices
+_REPORTS = "worldsize/dist/exact.py"  # sums that are only logged, and decide no calls
+_PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+class Place(NamedTuple):
+    """Index of a call in its group, from 0; point-to-point messages are counted per sender and receiver.
+
+    Attributes:
+        group: The group.
+        number: The index.
+        route: The sender, the receiver and the tag of a point-to-point message; empty for collectives.
+    """
+
+    group: Group
+    number: int
+    route: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that take part."""
+        return self.route[:2] or self.group.ranks
+
+
+class Message(NamedTuple):
+    """The small tensors that one rank sends in one call.
+
+    Attributes:
+        call: The call.
+        tensors: Their bytes.
+        is_news: Whether they may change the calls of other ranks.
+        is_integral: Whether all are integers or objects, which are reproducible if the received messages are the same.
+    """
+
+    call: str
+    tensors: tuple[bytes, ...]
+    is_news: bool = True
+    is_integral: bool = False
+
+
+def readable(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors, of any shapes, hold values rather than being fakes."""
+    return not any(isinstance(each, FakeTensor) or each.is_meta or each.device.type != "cpu" for each in tensors)
+
+
+def message_of(call: str, site: str, tensors: Sequence[Tensor], *, is_object: bool) -> Message | None:
+    """Return the message of small tensors, of any shapes, or of objects; None if they are large, or fakes."""
+    if not readable(tensors):
+        return None
+    is_integral = not any(each.is_floating_point() or each.is_complex() for each in tensors)
+    largest = _LARGEST_INTEGERS if is_integral else _LARGEST
+    if not is_object and sum(each.numel() * each.element_size() for each in tensors) > largest:
+        return None
+    contents = tuple(bytes(each.detach().contiguous().flatten().view(torch.uint8).numpy().data) for each in tensors)
+    return Message(call, contents, not site.startswith(_REPORTS), is_integral)
+
+
+@final
+@dataclass(frozen=True)
+class SentMessages:
+    """The messages of all ranks in one rehearsal, by place and rank."""
+
+    messages: Mapping[Place, Mapping[int, Message]] = field(default_factory=dict)
+
+    def from_all(self, place: Place, call: str, own_tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
+        """Return all members' tensors in ``call``, in group order, in the shapes of ``own_tensors``; None if unknown.
+
+        A member that is unknown, or made another call there, is assumed to have ``own_tensors``.
+        """
+        known = self.messages.get(place)
+        if known is None:
+            return None
+        contents = (_read(known.get(rank), call, own_tensors) for rank in place.group.ranks)
+        return [[each.clone() for each in own_tensors] if tensors is None else tensors for tensors in contents]
+
+    def from_one(
+        self, place: Place, rank: int, call: str, like: Sequence[Tensor], part: int | None = None
+    ) -> list[Tensor] | None:
+        """Return ``rank``'s tensors in ``call``, or one ``part``, in the shapes of ``like``; None if unknown."""
+        message = self.messages.get(place, {}).get(rank)
+        if message is not None and part is not None:
+            message = message._replace(tensors=message.tensors[part : part + 1])
+        return _read(message, call, like)
+
+    def has_news(self, ranks: Collection[int]) -> bool:
+        """Return whether any of ``ranks`` would receive something else than what it sends itself."""
+        return any(
+            len({known.get(rank) for rank in place.ranks if rank in ranks}) > 1
+            for place, known in self.messages.items()
+            if any(message.is_news for message in known.values())
+        )
+
+    @property
+    def integers(self) -> Mapping[tuple[Place, int], Message]:
+        """The messages of integers, which no longer change once all ranks have received the decisions of others."""
+        return {
+            (place, rank): message
+            for place, known in self.messages.items()
+            for rank, message in known.items()
+            if message.is_news and message.is_integral
+        }
+
+
+def _read(message: Message | None, call: str, like: Sequence[Tensor]) -> list[Tensor] | None:
+    """Decode the tensors of a message in the shapes of ``like``; objects of another size are cut or padded."""
+    if message is None or message.call != call or len(message.tensors) != len(like):
+        return None
+    read = []
+    for content, each in zip(message.tensors, like, strict=True):
+        size = each.numel() * each.element_size()
+        if len(content) != size and "(objects" not in call:
+            return None
+        own = bytearray(content[:size].ljust(size, b"\0"))
+        read.append(torch.frombuffer(own, dtype=each.dtype).view(each.shape) if own else each.detach().clone())
+    return read
+
+
+def combined(operation: str, reduction: str, received: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
+    """Return the result of a call: for every tensor the reduction, of the same shape, or the concatenation.
+
+    Return None if the reduction is unknown.
+    """
+    columns = list(zip(*received, strict=True))
+    if operation in ("all_gather", "gather"):
+        return [torch.cat([each.flatten() for each in column]) for column in columns]
+    if reduction not in _PAIRS:
+        return None
+    sums = [reduce(_PAIRS[reduction], column) for column in columns]
+    return [_divided(each, len(received)) for each in sums] if reduction == "avg" else sums
+
+
+def _divided(total: Tensor, count: int) -> Tensor:
+    return total / count if total.is_floating_point() else total // count

@@ -1,0 +1,288 @@
+"""Rehearses one rank of a run: builds its replica, takes steps and evaluates, with the run's own code."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, final
+from unittest.mock import patch
+
+import torch
+
+from worldsize.config.instantiate import described_failure
+from worldsize.config.settings import Settings
+from worldsize.core import (
+    ConfigError,
+    EvaluationBatch,
+    EvaluationBatches,
+    MicroBatch,
+    Recipe,
+    Replica,
+    RunContext,
+    StateDict,
+    StepDone,
+    StepResult,
+    World,
+)
+from worldsize.data.evaluation import evaluation_batches
+from worldsize.data.fetch import collate_of
+from worldsize.data.loader import micro_batches
+from worldsize.errors import WorldsizeError
+from worldsize.plan.absent_peers import world_seen_by
+from worldsize.plan.rehearsal.calls import Call, CallRecorder
+from worldsize.plan.rehearsal.exchange import Message, Place, SentMessages
+from worldsize.plan.rehearsal.fake_tensors import FakeTensors
+from worldsize.plan.rehearsal.memory import MemoryRecorder
+from worldsize.plan.rehearsal.sites import short_path
+from worldsize.plan.rehearsal.storage_log import Peak
+from worldsize.record.seeds import seed_generators, stream
+from worldsize.strategies.deferred.model import filled_with
+from worldsize.train.agreement import Agreement
+from worldsize.train.averaging import AveragedReplica
+from worldsize.train.fit import LoopCallbacks, LoopConfig, fit
+
+_CPU = torch.device("cpu")
+_BATCHES = 2  # of an evaluation
+_NOTHING = Peak(0, {})
+
+
+@final
+@dataclass(frozen=True)
+class Rehearsed:
+    """The actions of one rank.
+
+    Attributes:
+        rank: The rank.
+        calls: Its collectives and messages, in order.
+        peak: Its largest memory in training.
+        evaluation: The same in an evaluation; None if there was none.
+        messages: The small tensors that it has sent.
+        error: The error that ended it early, with the line; None if there was none.
+        building: Its largest memory until the replica is built.
+        waits: Maps the number of a call, from 0, to how many calls it had made when it waited for that one; other calls
+            are never waited for. None: it waits for each at once.
+        refusal: The message of a ConfigError; None if there was none.
+        is_settled: Whether its calls stayed the same when it was rehearsed again with the others' messages.
+    """
+
+    rank: int
+    calls: Sequence[Call]
+    peak: Peak
+    evaluation: Peak | None
+    messages: Mapping[Place, Message]
+    error: str | None = None
+    building: Peak = _NOTHING
+    waits: Mapping[int, int] | None = None
+    refusal: str | None = None
+    is_settled: bool = True
+
+    @property
+    def most(self) -> int:
+        """The largest number of bytes of its tensors, in any part of the run."""
+        peaks = (self.building, self.peak, self.evaluation or _NOTHING)
+        return max(each.nbytes for each in peaks)
+
+
+@final
+@dataclass(frozen=True)
+class Part:
+    """The part of a run that is rehearsed.
+
+    Attributes:
+        steps: Training steps.
+        is_fake: Whether tensors have neither memory nor values.
+        evaluates: Whether two batches of each split are evaluated after the steps; fakes never are.
+    """
+
+    steps: int = 2
+    is_fake: bool = False
+    evaluates: bool = True
+
+
+@final
+@dataclass(frozen=True)
+class Recorders:
+    """The recorders that watch a rehearsed rank."""
+
+    calls: CallRecorder
+    memory: MemoryRecorder
+
+
+Data = Mapping[str, Any]  # the recipe's, by split
+
+
+def data_of(settings: Settings, part: Part) -> Data:
+    """Load the recipe's data: those for training, and those that are evaluated.
+
+    Raises:
+        ConfigError: the recipe cannot load them.
+    """
+    splits = settings.evaluation.splits if part.evaluates and not part.is_fake else ()
+    return {split: _loaded(settings.recipe, split) for split in dict.fromkeys(("train", *splits))}
+
+
+def _loaded(recipe: Recipe, split: str) -> Any:
+    try:
+        return recipe.data(split)
+    except WorldsizeError:
+        raise
+    except Exception as error:  # any exception: recipes are user code
+        raise ConfigError(
+            f"{type(recipe).__name__} cannot load its data ({split}): {described_failure(error)}. "
+            "Change the options below recipe; nothing was started."
+        ) from error
+
+
+def rehearse_rank(rank: int, settings: Settings, part: Part, data: Data, received: SentMessages) -> Rehearsed:
+    """Rehearse ``rank`` in this process, without a process group; the others' messages are those ``received``."""
+    calls, memory, error, refusal = CallRecorder(received), MemoryRecorder(), None, None
+    settings.determinism.apply("cpu")
+    torch.set_num_threads(1)
+    fakes = FakeTensors() if part.is_fake else None
+    with world_seen_by(rank, settings, _CPU) as world, memory.recording(fakes.owns if fakes else None), calls:
+        try:
+            take_part(settings, world, part, data, Recorders(calls, memory), fakes)
+        except Exception as failure:  # any exception: recipes are user code
+            error = _described(failure, calls.step)
+            refusal = str(failure) if isinstance(failure, ConfigError) else None
+    return Rehearsed(
+        rank,
+        calls.calls,
+        memory.log.peak(),
+        memory.log.evaluation_peak(),
+        calls.message_recorder.messages,
+        error,
+        memory.log.building_peak(),
+        calls.waits,
+        refusal,
+    )
+
+
+def take_part(
+    settings: Settings,
+    world: World,
+    part: Part,
+    data: Data,
+    recorders: Recorders,
+    fakes: FakeTensors | None = None,
+) -> None:
+    """Build the replica of this process, train and evaluate, in a world whose other ranks may be absent.
+
+    Args:
+        settings: The run.
+        world: This process's place in it.
+        part: The part of the run.
+        data: The recipe's data, by split.
+        recorders: Recorders to inform of the beginning of steps and evaluations.
+        fakes: Creates fake tensors; None for real ones.
+    """
+    seed_generators(stream(settings.training.seed, "init"), world.device)
+    context = RunContext(
+        world,
+        replace(settings.numerics, compile=False),  # a compiled pass has no operations to record
+        seed=settings.training.seed,
+        steps=settings.training.steps,
+        workers=world.size,
+        logical_ranks=settings.logical_ranks,
+    )
+    with filled_with(fakes.mode) if fakes else nullcontext():
+        inner = settings.strategy.replica(settings.recipe, context)
+    if fakes:
+        fakes.check(inner.state(), settings.strategy)
+    averaged = AveragedReplica(inner, settings.average) if settings.average else inner
+    recorders.memory.log.begin_training()
+    replica, data_part = _RehearsedReplica(averaged, fakes, recorders), settings.data_part(world)
+    order, collate = settings.order(data_part.rank, data_part.size, inner.dealing), collate_of(settings.recipe)
+    batches = micro_batches(data["train"], order, world.device, collate=collate)
+
+    def evaluate(step: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for split in settings.evaluation.splits if part.evaluates and fakes is None else ():
+            recorders.memory.log.begin_evaluation()
+            recorders.calls.phase = "evaluation"
+            metrics |= replica.evaluate(_evaluation(settings, data[split], split, step, data_part))
+        recorders.calls.phase = "logging"
+        return metrics
+
+    loop = LoopConfig(part.steps, settings.training.batch_size, log_every=1, stop_on_nonfinite=False)
+    with _equal_pace():
+        fit(replica, batches, world, config=loop, callbacks=LoopCallbacks(evaluate, lambda event: None))
+    recorders.memory.label_state(replica.state())
+
+
+@contextmanager
+def _equal_pace() -> Iterator[None]:
+    """Let all ranks report the same pace to each other, since the loop's decisions depend on it."""
+    tell = Agreement.tell
+
+    def tell_equal_rate(agreement: Agreement, done: StepDone) -> None:
+        tell(agreement, replace(done, samples_per_second=done.samples / done.step))  # one step per second
+
+    with patch.object(Agreement, "tell", tell_equal_rate):
+        yield
+
+
+def _evaluation(settings: Settings, data: Any, split: str, step: int, part: World) -> EvaluationBatches:
+    def load() -> Iterator[EvaluationBatch]:
+        batches = evaluation_batches(
+            data,
+            part,
+            batch_size=settings.training.evaluate_batch_size,
+            collate=collate_of(settings.recipe),
+            drawn=settings.evaluation.batches,
+            seed=stream(settings.training.seed, f"evaluation/{split}", step),
+        )
+        return islice(batches, _BATCHES)  # the same number on all ranks
+
+    return EvaluationBatches(load, split, step)
+
+
+@final
+class _RehearsedReplica(Replica):
+    """Lets ``inner`` train on the rehearsal's kind of tensors, and informs ``recorders`` of steps."""
+
+    def __init__(self, inner: Replica, fakes: FakeTensors | None, recorders: Recorders) -> None:
+        self._inner, self._fakes, self._recorders = inner, fakes, recorders
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        calls = self._recorders.calls
+        calls.step, calls.phase = calls.step + 1, "step"
+        try:
+            return self._stepped(micro_batches)
+        finally:
+            calls.phase = "logging"
+
+    def _stepped(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        if self._fakes is None:
+            self._recorders.memory.see([each.data for each in micro_batches])
+            return self._inner.step(micro_batches)
+        with self._fakes.made():
+            own = [replace(each, data=self._fakes.of(each.data)) for each in micro_batches]
+            self._recorders.memory.see([each.data for each in own])
+            result = self._inner.step(own)
+        norm = None if result.grad_norm is None else torch.ones(())
+        metrics = {name: torch.ones_like(pairs_b2, device="cpu") for name, pairs_b2 in result.metrics.items()}
+        return replace(result, losses=[torch.ones(()) for _ in result.losses], grad_norm=norm, metrics=metrics)
+
+    def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
+        return self._inner.evaluate(batches)
+
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        self._inner.advance_schedules(value, step=step)
+
+    def state(self) -> StateDict:
+        return self._inner.state()
+
+    def load(self, state: StateDict) -> None:
+        raise NotImplementedError("a rehearsal has no checkpoint")
+
+
+def _described(error: Exception, step: int) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    last = (own or list(frames))[-1]
+    when = f"in step {step}" if step else "before its first step"
+    return f"{when}: {type(error).__name__}: {error} ({short_path(last.filename)}:{last.lineno})"

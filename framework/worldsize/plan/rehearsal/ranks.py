@@ -1,0 +1,177 @@
+"""Rehearses many ranks of a run, each in a forked process, as many at once as there are cores."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import final
+
+from worldsize.config.settings import Settings
+from worldsize.plan.rehearsal.differences import differences
+from worldsize.plan.rehearsal.exchange import Message, Place, SentMessages
+from worldsize.plan.rehearsal.rank import Part, Rehearsed, data_of, rehearse_rank
+from worldsize.plan.rehearsal.storage_log import Peak
+from worldsize.world.fork import ready_to_fork
+
+_TIMES = 6  # most repetitions of a rehearsal, plus one per step, since decisions may depend on those of the step before
+_ALL = 64  # largest world of which all ranks are rehearsed
+_NEAR = 8  # number of ranks on each of the first two nodes of a larger world
+_LONGEST = 1800.0  # seconds; limit for one rank
+
+
+def chosen_ranks(settings: Settings) -> list[int]:
+    """Return representative ranks.
+
+    In a large world these are at most eight of each of the first two nodes, the last rank, and all powers of two, which
+    are the distances in trees.
+    """
+    size, per_node = settings.cluster.processes, settings.cluster.processes_per_node
+    if size <= _ALL:
+        return list(range(size))
+    near = [first + local for first in (0, per_node) for local in range(min(per_node, _NEAR)) if first + local < size]
+    doubled = [2**power for power in range(size.bit_length()) if 2**power < size]
+    return sorted({*near, *doubled, size - 1})
+
+
+def rehearse(
+    settings: Settings,
+    ranks: Sequence[int],
+    part: Part,
+    *,
+    note: Callable[[int], None] = lambda count: None,
+    longest: float = _LONGEST,
+) -> list[Rehearsed]:
+    """Rehearse ``ranks`` repeatedly with the others' messages, until their calls no longer change.
+
+    ``note`` is called with the number of ranks done, from 1 again in each repetition. A rank that takes more than
+    ``longest`` seconds is killed. The processes are forked: this one must have no OpenMP pool, and must not have used
+    CUDA.
+
+    Raises:
+        ConfigError: the recipe cannot load its data.
+    """
+    data, received, before, unchanged = data_of(settings, part), SentMessages(), list[Rehearsed](), 0
+    for _ in range(_TIMES + part.steps):
+        rehearsed = []
+        work = partial(rehearse_rank, settings=settings, part=part, data=data, received=received)
+        for each in _rehearsed_once(ranks, work, longest):
+            rehearsed.append(each)
+            note(len(rehearsed))
+        rehearsed.sort(key=lambda each: each.rank)
+        sent = _sent(rehearsed)
+        if not before and not _asks_again(rehearsed, sent):
+            return rehearsed
+        unchanged = unchanged + 1 if before and not _changed(before, rehearsed) else 0
+        if unchanged and (unchanged > 1 or sent.integers == received.integers):
+            return rehearsed
+        before, received, last = rehearsed, sent, before
+    restless = _changed(last, rehearsed)
+    return [replace(each, is_settled=each.rank not in restless) for each in rehearsed]
+
+
+def _asks_again(rehearsed: Sequence[Rehearsed], sent: SentMessages) -> bool:
+    """Return whether the messages of the others may change the calls of any rank."""
+    if sent.has_news({each.rank for each in rehearsed}):
+        return True
+    has_failed = any(each.error is not None for each in rehearsed)
+    return bool(sent.messages) and (has_failed or bool(differences(rehearsed)))
+
+
+def _changed(before: Sequence[Rehearsed], after: Sequence[Rehearsed]) -> set[int]:
+    """Return the ranks whose calls or errors differ from those before."""
+    return {
+        now.rank
+        for then, now in zip(before, after, strict=True)
+        if (then.calls, then.error, then.refusal) != (now.calls, now.error, now.refusal)
+    }
+
+
+def _sent(rehearsed: Sequence[Rehearsed]) -> SentMessages:
+    """Return the messages of all ranks, in each group until its calls differ: later ones do not correspond."""
+    ends = {each.group: each.place - 1 for each in differences(rehearsed)}
+    messages: dict[Place, dict[int, Message]] = {}
+    for each in rehearsed:
+        for place, message in each.messages.items():
+            if place.route or place.number < ends.get(place.group, place.number + 1):
+                messages.setdefault(place, {})[each.rank] = message
+    return SentMessages(messages)
+
+
+@final
+@dataclass(frozen=True)
+class _Running:
+    """A rank that is being rehearsed, and the deadline at which it is killed."""
+
+    rank: int
+    process: ForkProcess
+    deadline: float
+
+
+def _rehearsed_once(ranks: Sequence[int], work: Callable[[int], Rehearsed], longest: float) -> Iterator[Rehearsed]:
+    """Yield the rehearsal of each of ``ranks`` as it finishes."""
+    at_once, todo = len(os.sched_getaffinity(0)), list(reversed(ranks))
+    running: dict[Connection, _Running] = {}
+    with ready_to_fork():
+        try:
+            while todo or running:
+                while todo and len(running) < at_once:
+                    rank = todo.pop()
+                    connection, process = _started(work, rank, is_quiet=rank != ranks[0])
+                    running[connection] = _Running(rank, process, time.monotonic() + longest)
+                left = min(each.deadline for each in running.values()) - time.monotonic()
+                for ready in wait(list(running), max(0.0, left)):
+                    assert isinstance(ready, Connection)
+                    yield _received(ready, running.pop(ready))
+                for late in [each for each, rehearsal in running.items() if rehearsal.deadline <= time.monotonic()]:
+                    yield _ended(late, running.pop(late), longest)
+        finally:
+            for each in running.values():
+                each.process.kill()
+
+
+def _started(work: Callable[[int], Rehearsed], rank: int, *, is_quiet: bool) -> tuple[Connection, ForkProcess]:
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, work, rank), kwargs={"is_quiet": is_quiet})
+    process.start()
+    sender.close()
+    return receiver, process
+
+
+def _send(connection: Connection, work: Callable[[int], Rehearsed], rank: int, *, is_quiet: bool) -> None:
+    if is_quiet:
+        logging.disable(logging.WARNING)  # another rank has logged it
+    connection.send(work(rank))
+    connection.close()
+    os._exit(0)  # skips the teardown, which nobody needs
+
+
+def _received(connection: Connection, running: _Running) -> Rehearsed:
+    process = running.process
+    try:
+        answer: Rehearsed = connection.recv()
+    except EOFError:
+        process.join()
+        answer = _without_answer(running.rank, f"its process ended with exit code {process.exitcode}")
+    process.join()
+    connection.close()
+    return answer
+
+
+def _ended(connection: Connection, running: _Running, longest: float) -> Rehearsed:
+    running.process.kill()
+    running.process.join()
+    connection.close()
+    reason = f"its process was ended after {longest:g} seconds: rehearse fewer steps, or look for an endless loop"
+    return _without_answer(running.rank, reason)
+
+
+def _without_answer(rank: int, reason: str) -> Rehearsed:
+    return Rehearsed(rank, [], Peak(0, {}), None, {}, reason)

@@ -1,0 +1,221 @@
+"""Compares two runs: where each metric and tensor first differs, by how much, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy
+import torch
+from torch import Tensor
+
+from worldsize.checkpoint.format import complete, read, step_of
+from worldsize.checkpoint.load import read_tensors
+from worldsize.core import spoken_name
+from worldsize.record.damage import reading
+from worldsize.record.json_lines import Row, is_number
+from worldsize.record.metrics import metric_rows
+from worldsize.record.run_record import view
+
+Verdict = Literal["bitwise identical", "within tolerance", "different"]
+Series = dict[int, float]  # step -> value
+_FIGURES = ("loss", "lr", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The difference of one metric or tensor between runs A and B; zeros and no step if they are equal.
+
+    A tensor is compared in every checkpoint that both runs have; its figures are those of the last of these.
+    ``ulp``: the largest distance in units in the last place, of float64 for metrics, of its own dtype for a tensor.
+    """
+
+    name: str
+    first_step: int | None = None
+    absolute: float = 0.0
+    relative: float = 0.0
+    ulp: int = 0
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the values are bitwise equal, except that 0 equals -0."""
+        return self.absolute == 0.0 and self.ulp == 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome of a comparison; ``missing`` lists items that one run lacks and that were not compared."""
+
+    verdict: Verdict
+    metrics: tuple[Divergence, ...]
+    tensors: tuple[Divergence, ...]
+    missing: tuple[str, ...] = ()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the comparison as plain values, for JSON."""
+        return asdict(self)
+
+
+def compare_runs(first: Path, second: Path, *, tolerance: float) -> Comparison:
+    """Compare two run folders. ``tolerance``: largest relative difference of any logged figure that is let pass.
+
+    Raises:
+        WorldsizeError: a folder is not a run, or its record is damaged.
+    """
+    results, series = [], []
+    for run in (first, second):
+        with reading(run):
+            results.append(_results(run))
+            series.append(_series(run))
+    missing = [*_unfinished(first, results[0]), *_unfinished(second, results[1])]
+    names = sorted(series[0].keys() & series[1].keys())
+    missing += [f"only one of the runs has logged {name}" for name in sorted(series[0].keys() ^ series[1].keys())]
+    metrics = [_divergence(name, series[0][name], series[1][name]) for name in names]
+    metrics += _final(results[0].get("metrics", {}), results[1].get("metrics", {}))
+    tensors = tuple(_tensors(first, second, *(run.get("tensors", {}) for run in results)))
+    return Comparison(_verdict(results, metrics, missing, tolerance), tuple(metrics), tensors, tuple(missing))
+
+
+def _results(run: Path) -> dict[str, Any]:
+    return dict(view(run).results)
+
+
+def _unfinished(run: Path, results: Mapping[str, Any]) -> Iterator[str]:
+    if "state_digest" not in results:
+        yield f"{run.name} has no final state: it ended as {results.get('exit_reason', 'killed or running')}"
+
+
+def _series(run: Path) -> dict[str, Series]:
+    """Return the figures by name and step; the last value if a step was logged twice."""
+    series: dict[str, Series] = {}
+    for row in metric_rows(run / "metrics.jsonl"):
+        for label, value in _figures(row):
+            if value is not None:
+                if not is_number(value):
+                    raise ValueError(f"{label} is {str(value)[:40]!r} at step {row['step']} of metrics.jsonl")
+                series.setdefault(label, {})[row["step"]] = float(value)
+    return series
+
+
+def _figures(row: Row) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of a line's results."""
+    if row["event"] == "evaluation":
+        yield from ((spoken_name(name), value) for name, value in row["metrics"].items())
+    else:
+        yield from ((name, row.get(name)) for name in _FIGURES)
+        yield from ((f"train {name}", value) for name, value in row.get("metrics", {}).items())
+
+
+def _tensors(first: Path, second: Path, then: Mapping[str, str], now: Mapping[str, str]) -> list[Divergence]:
+    """Compare tensors in the checkpoints of steps that both runs kept, else by the digests of the final weights."""
+    runs = [_weights(first / "checkpoints"), _weights(second / "checkpoints")]
+    steps = sorted(runs[0].keys() & runs[1].keys())
+    if not steps:
+        return [_by_digest(name, then, now) for name in sorted(then.keys() | now.keys())]
+    states = {step: [read_tensors(read(run[step]), "model") for run in runs] for step in steps}
+    names = sorted({name for one, other in states.values() for name in one.keys() & other.keys()})
+    return [_drift(name, {step: (one[name], other[name]) for step, (one, other) in states.items()}) for name in names]
+
+
+def _weights(root: Path) -> dict[int, Path]:
+    return {step_of(path): path for path in complete(root)}
+
+
+def _by_digest(name: str, then: Mapping[str, str], now: Mapping[str, str]) -> Divergence:
+    return Divergence(name) if then.get(name) == now.get(name) else Divergence(name, absolute=math.nan)
+
+
+def _drift(name: str, by_step: Mapping[int, tuple[Tensor, Tensor]]) -> Divergence:
+    differing = [
+        step for step, (one, other) in by_step.items() if one.shape != other.shape or not _same_bits(one, other)
+    ]
+    if not differing:
+        return Divergence(name)
+    one, other = by_step[max(by_step)]
+    if one.shape != other.shape:
+        return Divergence(name, differing[0], math.inf, math.inf)
+    apart = (one.double() - other.double()).abs()
+    scale = torch.maximum(one.double().abs(), other.double().abs())
+    relative = torch.where(apart == 0, 0.0, apart / scale)
+    return Divergence(name, differing[0], _largest(apart), _largest(relative), tensor_ulps(one, other))
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.max()) if tensor.numel() else 0.0
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+def tensor_ulps(one: Tensor, other: Tensor) -> int:
+    """Return the largest distance between elements of two tensors of the same shape, in units in the last place.
+
+    For integers it is their difference.
+    """
+    if not one.numel():
+        return 0
+    if not one.is_floating_point():
+        return int((one.long() - other.long()).abs().max())
+    first, second = (_in_order(tensor) for tensor in (one, other))
+    return int((first - second).abs().max())
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """Map floats of any shape to int64 in the same order, as :func:`_ordered` does for one number."""
+    integers = _INTEGERS[tensor.dtype.itemsize]
+    bits = tensor.contiguous().view(integers).long()
+    return torch.where(bits >= 0, bits, -(bits & torch.iinfo(integers).max))
+
+
+def _final(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Divergence]:
+    names = sorted(then.keys() & now.keys())
+    return [_divergence(f"final {name}", {0: float(then[name])}, {0: float(now[name])}) for name in names]
+
+
+def _divergence(name: str, first: Series, second: Series) -> Divergence:
+    steps = sorted(first.keys() & second.keys())
+    differing = [step for step in steps if not _equal(first[step], second[step])]
+    if not differing:
+        return Divergence(name)
+    pairs = [(first[step], second[step]) for step in differing]
+    return Divergence(
+        name,
+        first_step=differing[0],
+        absolute=max(abs(one - other) for one, other in pairs),
+        relative=max(_relative(one, other) for one, other in pairs),
+        ulp=max(ulps(one, other) for one, other in pairs),
+    )
+
+
+def _equal(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+def _relative(one: float, other: float) -> float:
+    return abs(one - other) / max(abs(one), abs(other))
+
+
+def ulps(one: float, other: float) -> int:
+    """Return the distance of two numbers in units in the last place of float64 (Goldberg 1991, section 1.2)."""
+    return abs(_ordered(one) - _ordered(other))
+
+
+def _ordered(value: float) -> int:
+    """Map a float to an integer in the same order: neighbours differ by 1, and both zeros are 0."""
+    bits = int(numpy.float64(value).view(numpy.int64))
+    return bits if bits >= 0 else -(bits & 0x7FFFFFFFFFFFFFFF)
+
+
+def _verdict(results: list[dict[str, Any]], metrics: list[Divergence], missing: list[str], tolerance: float) -> Verdict:
+    first, second = ((run.get("state_digest"), run.get("metrics_digest")) for run in results)
+    if first == second and None not in first:
+        return "bitwise identical"
+    close = all(each.relative <= tolerance for each in metrics)  # NaN is not close
+    return "within tolerance" if metrics and close and not missing else "different"

@@ -1,0 +1,149 @@
+"""Records the software and hardware of a run, without initialising CUDA, since this process will fork."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worldsize.record.redaction import without_credentials
+
+_VARIABLES = re.compile(
+    r"(ATEN_CPU_CAPABILITY|OMP_NUM_THREADS|OMP_WAIT_POLICY|MKL_NUM_THREADS|CUBLAS_WORKSPACE_CONFIG|CUDA_VISIBLE_DEVICES"
+    r"|GLOO_SOCKET_IFNAME|PYTHONHASHSEED|GOMP_SPINCOUNT|SLURM_JOB_ID|SKYPILOT_TASK_ID|NCCL_\w+|TORCH_\w+|PYTORCH_\w+|TORCHINDUCTOR_\w+)"
+)
+_HIDDEN = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_DRIVER = Path("/proc/driver/nvidia")
+
+
+def capture_environment() -> dict[str, Any]:
+    """Return Python, platform, package versions, torch's build and the CPU instructions of its kernels."""
+    return {
+        "python": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "platform": platform.platform(),
+        "packages": packages(),
+        "torch": _torch(),
+        "vector_instructions": torch.backends.cpu.get_cpu_capability(),
+        "driver": _driver(),
+    }
+
+
+def packages() -> dict[str, str]:
+    """Return the version of every installed package, by normalised name."""
+    return {name: version for name, (version, _) in _installed().items()}
+
+
+def _installed() -> Mapping[str, tuple[str, metadata.Distribution]]:
+    """Return version and distribution by normalised name, sorted; of duplicates the one that is imported."""
+    return _installed_on(tuple(sys.path))
+
+
+@cache
+def _installed_on(path: Sequence[str]) -> Mapping[str, tuple[str, metadata.Distribution]]:
+    packages: dict[str, tuple[str, metadata.Distribution]] = {}
+    for each in metadata.distributions(path=list(path)):
+        facts = _header(each)
+        if "Name" in facts and "Version" in facts:  # an interrupted uninstall leaves folders without them
+            packages.setdefault(re.sub(r"[-_.]+", "-", facts["Name"]).lower(), (facts["Version"], each))
+    return dict(sorted(packages.items()))
+
+
+def _header(distribution: metadata.Distribution) -> dict[str, str]:
+    """Return name and version; ``distribution.metadata`` would parse the whole description, for 1 ms a package."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    header = re.split(r"\r?\n\r?\n", text, maxsplit=1)[0]
+    return dict(re.findall(r"^(Name|Version):[ \t]*(.*?)\s*$", header, re.MULTILINE))
+
+
+def _torch() -> dict[str, Any]:
+    nccl = torch.cuda.nccl.version() if torch.version.cuda else None  # type: ignore[no-untyped-call]
+    return {
+        "version": torch.__version__,
+        "git": torch.version.git_version,
+        "cuda": torch.version.cuda,
+        # torch.backends.cudnn.version() asks for the device's capability, which initialises CUDA
+        "cudnn": ".".join(map(str, torch._C._cudnn.getCompileVersion())) if torch.version.cuda else None,
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
+    }
+
+
+def _driver() -> str | None:
+    version = _DRIVER / "version"
+    return version.read_text().splitlines()[0] if version.exists() else None
+
+
+def hardware() -> dict[str, Any]:
+    """Return this node's host, CPU, cores that this process may use, memory in bytes, and GPUs."""
+    return {
+        "host": socket.gethostname(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": sorted(_gpu(path) for path in _DRIVER.glob("gpus/*/information")),
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return named[1] if named else platform.processor()
+
+
+def _gpu(information: Path) -> str:
+    named = re.search(r"Model:\s*(.+)", information.read_text())
+    return named[1].strip() if named else "unknown"
+
+
+def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that can change results, from an allow-list without names of secrets."""
+    kept = (name for name in environ if _VARIABLES.fullmatch(name) and not _HIDDEN.search(name))
+    return {name: without_credentials(environ[name]) for name in sorted(kept)}
+
+
+def write_environment(folder: Path, project: Path, clean: Callable[[str], str]) -> str:
+    """Write the files that rebuild the environment, scrubbed by ``clean``; return the SHA-256 of the lock.
+
+    They are ``uv.lock`` and ``pyproject.toml`` of ``project`` if it has them, else pins of the installed packages.
+    """
+    folder.mkdir()
+    described = {"python": platform.python_version(), "platform": platform.platform(), "executable": sys.executable}
+    (folder / "python.json").write_text(json.dumps(described, indent=2) + "\n")
+    lock = project / "uv.lock"
+    if lock.exists():
+        for name in ("uv.lock", "pyproject.toml", ".python-version"):
+            if (project / name).exists():
+                _copy(project / name, folder / name, clean)
+        return hashlib.sha256((folder / "uv.lock").read_bytes()).hexdigest()
+    pins = clean("".join(f"{_pin(name, *facts)}\n" for name, facts in _installed().items()))
+    (folder / "requirements.txt").write_text(pins)
+    return hashlib.sha256(pins.encode()).hexdigest()
+
+
+def _copy(source: Path, target: Path, clean: Callable[[str], str]) -> None:
+    """Copy a file without secrets and without credentials in URLs of package indexes."""
+    target.write_bytes(clean(without_credentials(source.read_bytes().decode())).encode())
+
+
+def _pin(name: str, version: str, distribution: metadata.Distribution) -> str:
+    """Return ``name==version``, or the URL that it was installed from (PEP 610)."""
+    origin = distribution.read_text("direct_url.json")
+    if origin is None:
+        return f"{name}=={version}"
+    facts = json.loads(origin)
+    url = without_credentials(facts["url"])
+    if vcs := facts.get("vcs_info"):
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    part = f"#subdirectory={facts['subdirectory']}" if "subdirectory" in facts else ""
+    return f"{name} @ {url}{part}"

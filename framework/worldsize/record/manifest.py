@@ -1,0 +1,160 @@
+"""The format of ``run_manifest.json``: canonical JSON with a digest, signed by the user who wrote it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from worldsize.errors import WorldsizeError
+from worldsize.files import read_regular, replace_file
+from worldsize.record.json_schema import check
+from worldsize.strict_json import LARGEST, parse, strict
+
+SCHEMA_VERSION = 1
+_LONGEST_KEY = 1 << 10  # bytes
+_SEALS = re.compile(r'\n  "(digest|signature)": (?:"([0-9a-f]*)"|null),?(?=\n)')
+
+
+def write_manifest(path: Path, manifest: Mapping[str, Any], *, own: bool = True) -> dict[str, Any]:
+    """Write the manifest atomically, and return it as written.
+
+    Keys are sorted; ``digest`` is the SHA-256 of the text without ``digest`` and ``signature``. It is signed only if it
+    is this user's ``own``: a note in another user's record must not turn it into one's own.
+    """
+    facts = strict({**manifest, "schema_version": SCHEMA_VERSION})
+    digest = _digest(facts)
+    written = {**facts, "digest": digest, "signature": _signature(digest) if own else None}
+    replace_file(path, _text(written).encode())
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+    return written
+
+
+def _text(manifest: Mapping[str, Any]) -> str:
+    return json.dumps(manifest, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    facts = {key: value for key, value in manifest.items() if key not in ("digest", "signature")}
+    return hashlib.sha256(_text(facts).encode()).hexdigest()
+
+
+def _digest_of_text(text: str) -> str:
+    """Return the digest of a manifest's text without the lines of ``digest`` and ``signature``.
+
+    Serializing the parsed manifest again would take several milliseconds, too long for a list of many runs.
+    """
+    rest = _SEALS.sub("", text)
+    if rest.endswith(",\n}\n"):  # a line that is left out was the last one
+        rest = f"{rest[:-4]}\n}}\n"
+    return hashlib.sha256(rest.encode()).hexdigest()
+
+
+class _Fields(dict[str, Any]):
+    """A mapping of a manifest; a missing key is an error of the record, not of the program."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise WorldsizeError(f"the record lacks the field {key!r}. It is damaged; take it from a copy of the run.")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest, and check its digest and the types of its fields.
+
+    Access to a missing field of the result raises WorldsizeError.
+
+    Raises:
+        WorldsizeError: the manifest is missing, not JSON, of a newer schema, or was edited.
+    """
+    try:
+        text = read_regular(path, at_most=LARGEST).decode()
+        if (own := _own(text)) is not None:
+            return own
+        manifest: dict[str, Any] = parse(text, mapping=_Fields)
+        version = int(manifest["schema_version"])
+        if version <= SCHEMA_VERSION:
+            check(manifest, _schema())
+    except OSError as error:
+        raise WorldsizeError(f"{path} cannot be read: {error.strerror}. Name the folder of a run.") from None
+    except (ValueError, KeyError, TypeError, WorldsizeError) as error:
+        raise WorldsizeError(f"{path} is not a run manifest, or was edited: {error}.") from None
+    if version > SCHEMA_VERSION:
+        raise WorldsizeError(
+            f"{path} has schema version {version}; this worldsize reads up to {SCHEMA_VERSION}. Upgrade worldsize."
+        )
+    if manifest.get("digest") != (digest := _digest_of_text(text)):
+        raise WorldsizeError(
+            f"{path} was edited after it was written: its digest is {digest}, it says {manifest.get('digest')}. "
+            "Take the original from a copy of the run."
+        )
+    return manifest
+
+
+def _own(text: str) -> dict[str, Any] | None:
+    """Parse the text of a manifest of this schema that this user has signed; None: it is not.
+
+    A signed manifest is not validated further, since validation takes several times as long as parsing.
+    """
+    lines = _SEALS.findall(text)
+    seals = dict(lines)
+    digest, signature = seals.get("digest"), seals.get("signature")
+    if len(lines) != 2 or not digest or not signature:
+        return None
+    if digest != _digest_of_text(text) or not _is_signature(signature, digest):
+        return None
+    manifest: dict[str, Any] = json.loads(text, object_hook=_Fields)
+    is_whole = (manifest.get("digest"), manifest.get("signature")) == (digest, signature)  # at the top, not within
+    return manifest if is_whole and manifest.get("schema_version") == SCHEMA_VERSION else None
+
+
+@cache
+def _schema() -> Mapping[str, Any]:
+    schema: dict[str, Any] = json.loads(Path(__file__).with_name("run_manifest.schema.json").read_text())
+    return schema
+
+
+def is_own(manifest: Mapping[str, Any]) -> bool:
+    """Return whether this user has written the manifest: it is signed with a key that only this user can read."""
+    signature = manifest.get("signature")
+    return isinstance(signature, str) and _is_signature(signature, manifest["digest"])
+
+
+def _is_signature(signature: str, digest: str) -> bool:
+    expected = _signature(digest)
+    return expected is not None and hmac.compare_digest(expected.encode(), signature.encode())
+
+
+def _signature(digest: str) -> str | None:
+    """Return the HMAC-SHA-256 (RFC 2104) of a manifest's digest; None if the user has no key and none can be made."""
+    key = _key()
+    return hmac.new(key, digest.encode(), hashlib.sha256).hexdigest() if key else None
+
+
+def _key() -> bytes | None:
+    with suppress(OSError, RuntimeError):  # the latter: the user has no home folder
+        path = Path.home() / ".config" / "worldsize" / "manifest.key"
+        if not path.exists():
+            _create(path)
+        return read_regular(path, at_most=_LONGEST_KEY)
+    return None
+
+
+def _create(path: Path) -> None:
+    """Create the key atomically: if two runs start at once, one key wins."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f".{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(32))
+    with suppress(FileExistsError):
+        os.link(temporary, path)
+    temporary.unlink()

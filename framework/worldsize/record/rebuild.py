@@ -1,0 +1,257 @@
+"""Provides the Python of a run's record: the present one if identical, else one rebuilt from the recorded lock."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+from urllib.parse import urlsplit
+
+from worldsize.errors import WorldsizeError
+from worldsize.files import read_regular
+from worldsize.record.container import Container
+from worldsize.record.environment import packages
+from worldsize.strict_json import LARGEST
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python.
+
+    Attributes:
+        command: The words that start it.
+        path: Folders to put before its own import path.
+        variables: Environment variables that it needs.
+    """
+
+    command: tuple[str, ...]
+    path: tuple[Path, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True)
+class Lock:
+    """The files that uv installs from, read once so that exactly what was shown is installed.
+
+    Attributes:
+        name: "uv.lock" or "requirements.txt".
+        content: its bytes, which have the recorded digest.
+        project: the project file next to it, if there is one.
+        python: version of the recorded Python.
+    """
+
+    name: str
+    content: bytes
+    project: bytes | None
+    python: str
+
+    def write(self, folder: Path) -> None:
+        """Write the files into ``folder``."""
+        (folder / self.name).write_bytes(self.content)
+        if self.project is not None:
+            (folder / "pyproject.toml").write_bytes(self.project)
+
+
+def read_lock(environment: Mapping[str, Any], files: Path) -> Lock:
+    """Read the lock in ``files``, the record's environment folder.
+
+    Raises:
+        WorldsizeError: the lock is missing or not the recorded one, or the record's Python version is invalid.
+    """
+    python = environment["python"]
+    if not re.fullmatch(r"\d+(\.\d+)+\w*\+?", python, re.ASCII):
+        raise WorldsizeError(f"the record names the Python {python!r}, which is no version. It is not to be trusted.")
+    lock = next((files / name for name in ("uv.lock", "requirements.txt") if (files / name).is_file()), None)
+    content = read_regular(lock, at_most=LARGEST) if lock else b""
+    if lock is None or hashlib.sha256(content).hexdigest() != environment["lock_sha256"]:
+        raise WorldsizeError(
+            f"the lock in {files} is lost or changed, so the environment cannot be rebuilt. Restore it."
+        )
+    project = files / "pyproject.toml"
+    return Lock(lock.name, content, read_regular(project, at_most=LARGEST) if project.is_file() else None, python)
+
+
+def present(code: Path, *, clones: Sequence[Path]) -> Interpreter:
+    """Return this Python, for the code in the checkout ``code``.
+
+    Editable packages that it imports from one of ``clones`` must be imported from ``code`` instead.
+    """
+    return Interpreter((sys.executable,), tuple(_moved(clones, code)))
+
+
+def rebuilt(lock: Lock, project: Path, spare: Path) -> Interpreter:
+    """Build a Python environment from ``lock`` with uv.
+
+    ``project`` is the run's working directory; if the lock is not its own, the environment is built in ``spare``.
+
+    Raises:
+        WorldsizeError: uv is missing, or it cannot build.
+    """
+    if shutil.which("uv") is None:
+        raise WorldsizeError("uv is needed to rebuild the environment, and is not installed. pip install uv")
+    folder = spare / "environment"
+    of_project = project / "uv.lock"
+    if lock.name == of_project.name and of_project.exists() and of_project.read_bytes() == lock.content:
+        return Interpreter((str(_synced(lock.python, project)),), ())
+    folder.mkdir()
+    lock.write(folder)
+    if lock.name == "requirements.txt":
+        return Interpreter((str(_from_pins(lock.python, folder / lock.name, spare / "venv")),), ())
+    return Interpreter((str(_synced(lock.python, folder, "--no-install-project")),), _framework())
+
+
+@dataclass(frozen=True)
+class Places:
+    """The folders of a run that is re-created.
+
+    Attributes:
+        folder: The working directory.
+        code: The checkout that it is in.
+        reads: Folders of repositories and data.
+        writes: Folders of runs and temporary files.
+    """
+
+    folder: Path
+    code: Path
+    reads: Sequence[Path]
+    writes: Sequence[Path]
+
+
+def contained(container: Container, places: Places, *, cuda: bool) -> Interpreter:
+    """Return the Python of a container that sees ``places``; ``cuda``: and the GPUs."""
+    path = tuple(_moved(places.reads, places.code)) or _framework()
+    repository = _repository(places.code)
+    reads = [*places.reads, *path, *([repository] if repository else [])]
+    command = container.python(places.folder, writes=places.writes, reads=reads, cuda=cuda)
+    return Interpreter(command, path, {**container.variables, **_apart(repository, places.code.parent)})
+
+
+def _repository(worktree: Path) -> Path | None:
+    """Return the folder of the repository that ``worktree`` belongs to; None if it is none."""
+    link = worktree / ".git"
+    text = link.read_text().strip() if link.is_file() else ""
+    return Path(named[1]) if (named := re.fullmatch(r"gitdir: (.+)/worktrees/[^/]+", text)) else None
+
+
+def _apart(repository: Path | None, spare: Path) -> dict[str, str]:
+    """Return the variables with which git writes new objects into ``spare``, since it may only read the repository."""
+    if repository is None:
+        return {}
+    objects = spare / "objects"
+    objects.mkdir()
+    return {"GIT_OBJECT_DIRECTORY": str(objects), "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(repository / "objects")}
+
+
+def _synced(python: str, project: Path, *options: str) -> Path:
+    _uv(python, "sync", "--frozen", "--all-extras", *options, "--project", str(project))
+    return project / ".venv" / "bin" / "python"
+
+
+def _from_pins(python: str, pins: Path, venv: Path) -> Path:
+    _uv(python, "venv", str(venv))
+    _uv(None, "pip", "install", "--python", str(venv), "--requirement", str(pins))
+    return venv / "bin" / "python"
+
+
+def _uv(python: str | None, *arguments: str) -> None:
+    """Run uv with the exact Python of the record, else with its minor version, which downgrades the level."""
+    wanted = [[]] if python is None else [["--python", python], ["--python", python.rpartition(".")[0]]]
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")
+    }
+    for option in wanted:
+        done = subprocess.run(["uv", *arguments, *option], env=inherited, stderr=subprocess.PIPE, text=True)
+        if done.returncode == 0:
+            return
+    raise WorldsizeError(f"uv {arguments[0]} cannot rebuild the environment:\n{done.stderr.strip()}")
+
+
+def _moved(clones: Sequence[Path], code: Path) -> Iterator[Path]:
+    for entry in map(Path, sys.path):
+        for clone in clones:
+            is_source = entry.is_relative_to(clone) and entry != clone and "site-packages" not in entry.parts
+            if is_source and (moved := code / entry.relative_to(clone)).is_dir():
+                yield moved
+
+
+def _framework() -> tuple[Path, ...]:
+    """Return the folder of this worldsize if it is a clone, which no lock can install."""
+    source = Path(__file__).resolve().parents[2]
+    return (source,) if source.name == "framework" else ()
+
+
+def to_be_installed(lock: Lock) -> list[str]:
+    """Describe what ``lock`` would install, and from where.
+
+    Packages already installed in the same version are summarized in one line per source.
+
+    Raises:
+        WorldsizeError: the lock cannot be read, or has entries that no lock of worldsize has.
+    """
+    if lock.name == "requirements.txt":
+        return _pins_to_be_installed(lock.content.decode(errors="replace"))
+    try:
+        packages_of_lock = tomllib.loads(lock.content.decode()).get("package", [])
+        lines = [*_settings(lock.project), *_grouped(packages_of_lock)]
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        text = f"the recorded {lock.name} cannot be read: {reason}. Restore it from a copy of the run folder."
+        raise WorldsizeError(text) from error
+    return lines
+
+
+def _pins_to_be_installed(pins: str) -> list[str]:
+    lines = pins.splitlines()
+    for line in lines:
+        if not re.fullmatch(r"[\w.-]+(==[\w.+!-]+| @ [^\s\\]+)", line, re.ASCII):
+            raise WorldsizeError(f"the recorded requirements.txt has {line!r}, which pins no package. Do not trust it.")
+    present = {f"{name}=={version}" for name, version in packages().items()}
+    return [line for line in lines if line not in present]
+
+
+def _settings(project: bytes | None) -> list[str]:
+    """Return uv's settings of the project file, such as other indexes and build options."""
+    told = tomllib.loads(project.decode()).get("tool", {}).get("uv") if project else None
+    return [f"with the settings of uv {json.dumps(told, default=str)}"] if told else []
+
+
+def _grouped(locked: Sequence[Mapping[str, Any]]) -> list[str]:
+    here, same, others = packages(), dict[str, list[str]](), list[str]()
+    for package in locked:
+        name, version, source = package["name"], package.get("version"), package.get("source", {})
+        kind, place = next(iter(source.items()), ("unknown", ""))
+        files = sorted({_host(file) for file in (*package.get("wheels", ()), package.get("sdist", {})) if file})
+        origin = f"from {kind} {place}" + (f" (files from {', '.join(files)})" if files else "")
+        if kind == "registry" and here.get(name) == version:
+            same.setdefault(origin, []).append(name)
+        else:
+            others.append(f"{name} {version or 'without a version'} {origin}")
+    return [*others, *(f"in the versions that are here, {origin}: {', '.join(same[origin])}" for origin in same)]
+
+
+def _host(file: Mapping[str, Any]) -> str:
+    """Name the host that a wheel or source archive of the lock is fetched from, or its path."""
+    address = str(file.get("url") or file.get("path"))
+    return urlsplit(address).netloc or address
+
+
+def different_packages(environment: Mapping[str, Any]) -> list[str]:
+    """List the packages that differ from the record's, as ``name then -> now``."""
+    then = {**environment["packages"], "python": environment["python"]}
+    now = {**packages(), "python": platform.python_version()}
+    return [
+        f"{name} {then.get(name, 'absent')} -> {now.get(name, 'absent')}"
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name)
+    ]

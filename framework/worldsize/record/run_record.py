@@ -1,0 +1,346 @@
+"""The record of a run in its folder, written only by the process that holds its lock.
+
+Only this module reads and writes ``run_manifest.json``, ``overrides.yaml`` and ``result.json``, and writes
+``config.yaml``, which :mod:`worldsize.config.recorded` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, final
+
+from worldsize.errors import CheckpointError, WorldsizeError
+from worldsize.files import is_file, read_regular, replace_file
+from worldsize.record.attempt import (
+    Attempt,
+    end_of,
+    failure_of,
+    failure_of_launcher,
+    formatted,
+    last_failure,
+    new_attempt,
+    note_failure,
+)
+from worldsize.record.goodput import goodput
+from worldsize.record.lock import is_locked, run_lock
+from worldsize.record.manifest import is_own, read_manifest, write_manifest
+from worldsize.record.redaction import Scrubber, process_scrubber
+from worldsize.record.run_directory import LATEST, RunDirectory, check_entries, last_written, writing
+from worldsize.strict_json import LARGEST, parse
+from worldsize.world.environments import lost_first
+
+if TYPE_CHECKING:  # these import torch, for which those who only look at records do not wait
+    from worldsize.core import Outcome
+
+_logger = logging.getLogger(__name__)
+
+Manifest = Mapping[str, Any]
+
+_KILLED = "it was killed, or its host was lost"
+_NO_DIGEST = "The run has no metrics_digest, since that could equal no other run's."
+_RESERVED_BYTES = 64 << 10  # for a manifest and a result beside the ones that they replace
+
+
+@final
+@dataclass(frozen=True)
+class RunView:
+    """A read-only view of the record of a run."""
+
+    directory: RunDirectory
+    manifest: Manifest
+
+    @property
+    def attempts(self) -> Sequence[Attempt]:
+        """Facts of each attempt, the oldest first."""
+        return list(self.manifest["attempts"])
+
+    @property
+    def exit_reason(self) -> str | None:
+        """Exit reason of the last attempt, or "running"; None before the first."""
+        return str(self.attempts[-1]["exit_reason"]) if self.attempts else None
+
+    @property
+    def failure(self) -> str | None:
+        """Cause of the last attempt's failure, in a line; None: it did not fail."""
+        return last_failure(self.attempts)
+
+    @property
+    def results(self) -> Mapping[str, Any]:
+        """Results of the last attempt; empty until one has ended."""
+        return self.manifest["results"] or {}
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this user has written the record."""
+        return is_own(self.manifest)
+
+    @property
+    def job(self) -> str | None:
+        """The last scheduler job of the run.
+
+        Raises:
+            WorldsizeError: its name could be mistaken for an option of a command.
+        """
+        jobs = self.manifest.get("jobs")
+        name = str(jobs[-1]["id"]) if jobs else None
+        if name is not None and not re.fullmatch(r"\w[\w./-]*", name, re.ASCII):
+            raise WorldsizeError(f"{self.directory.manifest} names the job {name!r}, which is no job. Do not trust it.")
+        return name
+
+
+def view(path: Path) -> RunView:
+    """Read the run whose folder or manifest is ``path``.
+
+    Raises:
+        WorldsizeError: its manifest is missing, from a newer worldsize, or was edited.
+    """
+    is_manifest = path.name == RunDirectory.MANIFEST or is_file(path)
+    directory = RunDirectory((path.parent if is_manifest else path).resolve())
+    return RunView(directory, read_manifest(directory.manifest))
+
+
+def look(directory: RunDirectory) -> RunView:
+    """Read a run that another process may be writing; if it is "running" but not locked, amend it to "killed".
+
+    A manifest that cannot be written, for lack of permission or space, is returned unchanged.
+    """
+    manifest = read_manifest(directory.manifest)
+    if _says_running(manifest) and not is_locked(directory.path):
+        with suppress(WorldsizeError, OSError), run_lock(directory.path):
+            _settle(directory)
+        manifest = read_manifest(directory.manifest)
+    return RunView(directory, manifest)
+
+
+def create_record(directory: RunDirectory, manifest: Manifest, *, config: str, overrides: str) -> None:
+    """Begin the record of a run whose folder has just been created; the manifest is written last."""
+    _reserve(directory)
+    write_configuration(directory, config=config, overrides=overrides)
+    write_manifest(directory.manifest, {**manifest, "attempts": [], "results": None})
+
+
+def write_configuration(directory: RunDirectory, *, config: str, overrides: str | None = None) -> None:
+    """Write ``config.yaml``, from which processes start, and the command line's overrides."""
+    replace_file(directory.config, config.encode())
+    if overrides is not None:
+        replace_file(directory.overrides, overrides.encode())
+
+
+def write_result(directory: RunDirectory, result: Mapping[str, Any]) -> None:
+    """Write the results of training, which the record includes when the attempt ends; called by rank 0."""
+    replace_file(directory.result, f"{json.dumps(result, indent=2)}\n".encode())
+
+
+def read_result(directory: RunDirectory) -> dict[str, Any]:
+    """Read the results of the last attempt, with numbers as computed; the manifest has NaN as text."""
+    result: dict[str, Any] = parse(read_regular(directory.result, at_most=LARGEST), finite=False)
+    return result
+
+
+def note_job(directory: RunDirectory, name: str) -> None:
+    """Record that a scheduler runs it as the job ``name``; without the lock, which the job may hold already."""
+    manifest = read_manifest(directory.manifest)
+    job = {"id": name, "submitted": formatted(time.time())}
+    jobs = [*manifest.get("jobs", ()), job]
+    write_manifest(directory.manifest, {**manifest, "jobs": jobs}, own=is_own(manifest))
+
+
+def _reserve(directory: RunDirectory) -> None:
+    """Reserve space on the disk with incompressible bytes, unless it is reserved."""
+    if not directory.reserve.exists():
+        directory.reserve.write_bytes(os.urandom(_RESERVED_BYTES))
+
+
+@final
+class RunRecord:
+    """The record of a run, for its only writer; see :func:`opened`."""
+
+    def __init__(self, directory: RunDirectory, manifest: Manifest, lock: ExitStack, scrubber: Scrubber) -> None:
+        self.directory, self._scrubber = directory, scrubber
+        self._manifest, self._lock, self._own = manifest, lock, is_own(manifest)
+        self._version = self._version_on_disk()
+        self._attempt: Attempt | None = None  # the one that this process has begun and not ended
+        self._begun = 0.0  # when it did, by the monotonic clock
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest as it was last read or written.
+
+        It is read again only if another process wrote it, such as one that submitted a job, which needs no lock.
+        """
+        if self._version != (version := self._version_on_disk()):
+            self._manifest, self._version = read_manifest(self.directory.manifest), version
+            self._own = self._own and is_own(self._manifest)  # what another user has written since is not adopted
+        return self._manifest
+
+    @property
+    def attempts(self) -> Sequence[Attempt]:
+        """Facts of each attempt, the oldest first."""
+        return list(self.manifest["attempts"])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last attempt trained to the end."""
+        return bool(self.attempts) and self.attempts[-1]["exit_reason"] == "completed"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this user has written the record, or has adopted it."""
+        return self._own
+
+    def adopt(self) -> None:
+        """Adopt another user's record, whose code this user has agreed to run; from now on this user signs it."""
+        self._own = True
+
+    def amend(self, manifest: Manifest, *, config: str, overrides: str, secrets: Mapping[str, str]) -> None:
+        """Record that the run resumes with another configuration, and scrub its ``secrets`` from errors."""
+        self._scrubber = process_scrubber(secrets)
+        with writing(self.directory):
+            write_configuration(self.directory, config=config, overrides=overrides)
+            self._write(manifest)
+
+    def begin_attempt(self, others: Sequence[str], *, world_size: int, pinning: Manifest | None = None) -> int:
+        """Record that an attempt begins, on this host and ``others``, with its ``pinning``; return its number."""
+        from worldsize.record.metrics import rewind_to_checkpoint
+
+        earlier = list(self.attempts)
+        attempt = new_attempt(len(earlier) + 1, others, world_size)
+        if pinning:
+            attempt["pinning"] = pinning
+        if (lost := lost_first(os.environ)) and earlier and earlier[-1]["exit_reason"] == "killed":
+            earlier[-1] = {**earlier[-1], "lost_host": lost}
+        self._attempt, self._begun = attempt, time.monotonic()
+        _reserve(self.directory)
+        if count := rewind_to_checkpoint(self.directory, self.manifest):  # before anybody follows the file
+            attempt["lost_metrics"] = count
+            _logger.warning(
+                "%s lacks %d logged steps of earlier attempts. %s", self.directory.metrics, count, _NO_DIGEST
+            )
+        self._write({**self.manifest, "attempts": [*earlier, self._attempt]})
+        self.directory.result.unlink(missing_ok=True)
+        return len(self.attempts)
+
+    def end_attempt(
+        self, outcome: Outcome, claim: Callable[[Manifest], Manifest] = lambda manifest: manifest
+    ) -> Outcome:
+        """Record the attempt's end and results; return the outcome without secrets.
+
+        ``claim`` returns the manifest with what it claims then.
+        """
+        self.directory.reserve.unlink(missing_ok=True)
+        facts = {key: getattr(outcome, key) for key in ("exit_reason", "exit_code", "steps", "first_step_at")}
+        if first := outcome.failure:  # it may quote a secret value
+            scrubbed = replace(first, cause=self._scrubber.text(first.cause))
+            outcome, facts["failure"] = replace(outcome, failure=scrubbed), failure_of(scrubbed)
+        if outcome.memberships:
+            facts["memberships"] = list(outcome.memberships)
+        if self.directory.transport.exists():
+            facts["transport"] = parse(read_regular(self.directory.transport, at_most=LARGEST))
+            self.directory.transport.unlink()
+        manifest = _with_end(self.manifest, **facts, **end_of(self._attempt, begun=self._begun))
+        results = {**_result(self.directory, outcome), "goodput": goodput(manifest["attempts"])}
+        if any("lost_metrics" in each for each in manifest["attempts"]) and results.pop("metrics_digest", None):
+            results["remarks"] = [*results.get("remarks", ()), f"metrics.jsonl lacks logged steps. {_NO_DIGEST}"]
+        self._write({**claim(manifest), "results": results})
+        self._attempt = None
+        write_result(self.directory, results)
+        note_failure(self.directory.events, manifest["attempts"][-1])
+        return outcome
+
+    def give_up(self, cause: str, *, unstarted: int = 0) -> None:
+        """Record, if there is space, why the attempt failed here, or ``unstarted`` processes before it.
+
+        A completed run stays as it is if nothing was started.
+        """
+        if self._attempt is None and self.is_complete:
+            return
+        with suppress(OSError, WorldsizeError):
+            self.directory.reserve.unlink(missing_ok=True)
+            if self._attempt is None and unstarted:
+                self._attempt, self._begun = new_attempt(len(self.attempts) + 1, [], unstarted), time.monotonic()
+            if self._attempt is not None:
+                attempts = [*self.attempts[: self._attempt["number"] - 1], self._attempt]
+                manifest = {**self.manifest, "attempts": attempts, "results": {"exit_reason": "failed"}}
+                failure = failure_of_launcher(self._scrubber.text(cause))
+                facts = {"failure": failure, "exit_reason": "failed", "exit_code": 1}
+                self._write(_with_end(manifest, **facts, **end_of(self._attempt, begun=self._begun)))
+                self._attempt = None
+                note_failure(self.directory.events, self.attempts[-1])
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._lock.close()
+
+    def _write(self, manifest: Manifest) -> None:
+        self._manifest = write_manifest(self.directory.manifest, manifest, own=self._own)
+        self._version = self._version_on_disk()
+
+    def _version_on_disk(self) -> tuple[int, int]:
+        facts = self.directory.manifest.stat()
+        return facts.st_ino, facts.st_mtime_ns
+
+
+@contextmanager
+def opened(directory: RunDirectory, secrets: Mapping[str, str] = MappingProxyType({})) -> Iterator[RunRecord]:
+    """Open the record of a run for writing. An attempt that was killed is recorded as such.
+
+    ``secrets``: those of the plan, whose values are removed from recorded errors.
+
+    Raises:
+        WorldsizeError: the run does not exist, or a process holds its lock already.
+    """
+    with ExitStack() as lock:
+        is_run = is_file(directory.manifest)
+        with writing(directory) if is_run else nullcontext():
+            if is_run:  # else the lock would be left in a folder that is no run
+                lock.enter_context(run_lock(directory.path))
+                check_entries(directory)
+            record = RunRecord(directory, _settle(directory), lock, process_scrubber(secrets))
+        yield record
+
+
+def _settle(directory: RunDirectory) -> Manifest:
+    """Return the manifest, amended if it says "running"; the caller holds the lock, so nothing is."""
+    manifest: Manifest = read_manifest(directory.manifest)
+    if _says_running(manifest):
+        last = min(max(last_written(directory), manifest["attempts"][-1]["start_at"]), LATEST)
+        facts = {"end": formatted(last), "end_at": last, "exit_reason": "killed", "exit_code": None}
+        host = next(iter(manifest["attempts"][-1]["hosts"]), "")
+        ended = _with_end(manifest, **facts, failure=failure_of_launcher(_KILLED, host))
+        directory.reserve.unlink(missing_ok=True)
+        manifest = write_manifest(directory.manifest, ended, own=is_own(manifest))
+        note_failure(directory.events, manifest["attempts"][-1])
+    return manifest
+
+
+def _says_running(manifest: Manifest) -> bool:
+    return bool(manifest["attempts"]) and manifest["attempts"][-1]["exit_reason"] == "running"
+
+
+def _with_end(manifest: Manifest, **facts: Any) -> dict[str, Any]:
+    *earlier, last = manifest["attempts"]
+    return {**manifest, "attempts": [*earlier, {**last, **facts}]}
+
+
+def _result(directory: RunDirectory, outcome: Outcome) -> dict[str, Any]:
+    """Return rank 0's results, or only the exit reason if there are none, and the checkpoints' digests."""
+    from worldsize.checkpoint.format import complete, digest_of
+
+    digests = {}
+    for path in complete(directory.checkpoints):
+        try:
+            digests[path.name] = digest_of(path)
+        except CheckpointError as error:  # must not cost the result of a run that did not need it
+            _logger.warning("%s The record leaves that checkpoint out.", error)
+    if outcome.exit_code != 0 or not directory.result.exists():
+        return {"exit_reason": outcome.exit_reason, "checkpoints": digests}
+    return {**read_result(directory), "checkpoints": digests}

@@ -1,1 +1,0 @@
-"""Makes runs repeatable: seeds, determinism, and records of code, environment, data and results."""

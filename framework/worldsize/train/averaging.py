@@ -1,0 +1,151 @@
+"""Averages the weights over the steps of training, and evaluates both the weights and their average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from worldsize.core import ConfigError, EvaluationBatches, MicroBatch, Replica, StateDict, StepResult
+from worldsize.dist.per_rank import local
+from worldsize.dist.step_timer import phase
+
+
+@final
+@dataclass(frozen=True)
+class WeightAverage:
+    """An exponential moving average: after a step, average ← decay · average + (1 - decay) · weights.
+
+    Attributes:
+        decay: Factor of the average in each averaging, 0 to 1.
+        every: Number of steps between two averagings, not counting skipped steps.
+        warmup: Whether to limit the decay of the n-th averaging (n from 0) to (1 + n) / (10 + n), so that the average
+            soon forgets the first weights. Source: TensorFlow's ExponentialMovingAverage.
+    """
+
+    decay: float
+    every: int = 1
+    warmup: bool = False
+
+    def __post_init__(self) -> None:
+        if self.decay >= 1 and not self.warmup:
+            raise ConfigError(
+                f"ema.decay={self.decay} never averages: the average stays at its first weights. Set "
+                "ema.decay=0.999 or another number below 1, or ema.decay=null for no average."
+            )
+
+    def decay_after(self, averagings: int) -> float:
+        """Return the decay factor of the next averaging, after ``averagings`` earlier ones."""
+        return min(self.decay, (1 + averagings) / (10 + averagings)) if self.warmup else self.decay
+
+
+@final
+class AveragedReplica(Replica):
+    """Trains ``inner``, and averages this rank's part of the weights after each step, without communication.
+
+    Like ``update_parameters`` of torch's AveragedModel at the end of a training step, it averages all weights,
+    including those that the step did not change. A step whose updates were all skipped does not count.
+
+    The average has float32 precision, or that of the weights if it is higher. The first averaging copies the weights,
+    like torch.optim.swa_utils.AveragedModel. Buffers and frozen parameters are not averaged. In addition to the parts
+    of ``inner``, the state has a part ``ema``: the averaged ``weights`` by the model's names, and the number of
+    ``updates``.
+    """
+
+    def __init__(self, inner: Replica, average: WeightAverage) -> None:
+        self._inner, self._average = inner, average
+        self.step_reached, self.dealing = inner.step_reached, inner.dealing
+        self._updates = 0
+        averages: dict[Tensor, Tensor] = {}  # by weight, so that a weight with several names is averaged once
+        weights = inner.trained_weights()
+        for weight in weights.values():
+            if weight not in averages:
+                averages[weight] = weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+        self._weights = {name: averages[weight] for name, weight in weights.items()}
+        self._held = {average: weight for weight, average in averages.items() if not weight.is_meta}
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        result = self._inner.step(micro_batches)
+        if not result.skipped or result.partly or result.overflowed:
+            self._updates += 1
+            if self._updates % self._average.every == 0:
+                with phase("update"), torch.no_grad():
+                    self._add()
+        return result
+
+    def _add(self) -> None:
+        """Add the current weights to the average."""
+        averages, live = self._local()
+        averagings = self._updates // self._average.every - 1
+        if averagings == 0:
+            torch._foreach_copy_(averages, live)
+            return
+        wide = [tensor.to(average.dtype) for average, tensor in zip(averages, live, strict=True)]
+        torch._foreach_lerp_(averages, wide, 1 - self._average.decay_after(averagings))
+
+    def _local(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's parts of the averages, and of the weights in the same order."""
+        return [local(average) for average in self._held], [local(weight) for weight in self._held.values()]
+
+    def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
+        """Return the metrics of the weights or, inside :meth:`averaged`, of their average."""
+        return self._inner.evaluate(batches)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Hold the model at the average within the context; before the first averaging that is what it is."""
+        if self._updates < self._average.every:
+            yield
+            return
+        with torch.no_grad():
+            self._inner.trained_weights()  # shards again what was gathered for an evaluation
+            averages, live = self._local()
+            kept = [tensor.clone() for tensor in live]
+            torch._foreach_copy_(live, averages)
+        try:
+            yield
+        finally:  # a gang that heals goes on after an evaluation that was cut off
+            with torch.no_grad():
+                self._inner.trained_weights()
+                torch._foreach_copy_(self._local()[1], kept)
+
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        self._inner.advance_schedules(value, step=step)
+
+    def state(self) -> StateDict:
+        return {**self._inner.state(), "ema": {"weights": self._weights, "updates": self._updates}}
+
+    def load(self, state: StateDict) -> None:
+        self._inner.load(state)
+        kept = state["ema"]
+        self._updates = kept["updates"]
+        with torch.no_grad():
+            averages, live = self._local()
+            if self._updates == 0:  # the checkpoint has no average, or it is ignored
+                torch._foreach_copy_(averages, live)
+                return
+            for name, average in self._weights.items():
+                if average in self._held:
+                    local(average).copy_(local(kept["weights"][name]))
+
+    def facts(self) -> Mapping[str, Any]:
+        return self._inner.facts()
+
+    def close(self, *, complete: bool) -> None:
+        self._inner.close(complete=complete)
+
+
+def evaluate_all(replica: Replica, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
+    """Return the metrics of ``evaluate`` for the weights and, if ``replica`` averages them, for the average.
+
+    Metrics of the average have the prefix ``ema/``.
+    """
+    metrics = evaluate()
+    if not isinstance(replica, AveragedReplica):
+        return metrics
+    with replica.averaged():
+        return {**metrics, **{f"ema/{name}": value for name, value in evaluate().items()}}

@@ -1,0 +1,136 @@
+"""``worldsize rehearse`` draws what each rank would hold and send, and refuses what it cannot rehearse."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from worldsize.cli.rehearse import _show
+from worldsize.plan.rehearsal.calls import Call
+from worldsize.plan.rehearsal.groups import Group
+from worldsize.plan.rehearsal.rank import Rehearsed
+from worldsize.plan.rehearsal.storage_log import Peak
+
+LARGE = (  # half a billion parameters, 2.2 GB in float32
+    "recipe=hf_causal_lm",
+    "recipe.config.hidden_size=2048",
+    "recipe.config.intermediate_size=8192",
+    "recipe.config.num_hidden_layers=8",
+    "recipe.config.num_attention_heads=16",
+    "recipe.config.num_key_value_heads=16",
+    "strategy=fsdp",
+    "cluster.nodes=128",
+    "cluster.processes=1024",
+    "batch_size=1024",
+)
+PARAMETERS = 8 * (4 * 2048**2 + 3 * 2048 * 8192 + 2 * 2048) + 2048 + 2 * 256 * 2048
+
+
+@pytest.fixture
+def rehearse(command: Any, tmp_path: Path, environment_without_wandb: dict[str, str]) -> Any:
+    def run(*words: str) -> Any:
+        return command("rehearse", "logger=none", *words, cwd=tmp_path, environment=environment_without_wandb)
+
+    return run
+
+
+def test_every_rank_has_its_row_and_its_calls_and_nothing_is_launched(rehearse: Any, tmp_path: Path) -> None:
+    file = tmp_path / "ranks.json"
+    done = rehearse("recipe=digits", "strategy=fsdp", "cluster.processes=4", "--calls", "1", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "All 4 ranks make the same calls in the same order, and none waits for ever." in done.stdout
+    assert "reduce_scatter(float32[" in done.stdout
+    ranks = json.loads(file.read_text())
+    assert [each["rank"] for each in ranks] == [0, 1, 2, 3]
+    assert {each["error"] for each in ranks} == {None}
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_large_model_is_rehearsed_on_fakes(rehearse: Any, tmp_path: Path) -> None:
+    file = tmp_path / "ranks.json"
+    done = rehearse(*LARGE, "--fake", "--ranks", "0,1023", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    for each in json.loads(file.read_text()):
+        parts = each["peak"]["parts"]
+        assert parts["parameters"] == pytest.approx(4 * PARAMETERS / 1024, rel=0.02)  # what does not divide is padded
+        gathered = sum(
+            call["nbytes"]
+            for call in each["calls"]
+            if (call["operation"], call["step"], call["phase"]) == ("all_gather", 2, "step")
+        )
+        assert gathered >= 2 * parts["parameters"] * 0.9  # for the forward and the backward pass
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("strategy=parameter_server", "cluster.processes=3"), "has processes that serve"),
+        (("strategy=ddp", "cluster.processes=2", "--ranks", "0,2"), "there is no rank 2 among 2. They are 0 to 1."),
+        (("strategy=ddp", "cluster.processes=2", "--ranks", "first"), "'first' is not a rank."),
+        (("strategy=ddp", "cluster.processes=4", "--ranks", "3-1"), "'3-1' is an empty range. Write the smaller"),
+        (("strategy=ddp", "cluster.processes=2", "--steps", "2.5"), "'2.5' is no whole number."),
+        (("strategy=ddp", "cluster.processes=4", "--ranks", "0-1", "--calls", "2"), "that rank is not rehearsed"),
+        (("strategy=ddp", "cluster.processes=2", "--json", "/absent/ranks.json"), "it cannot be written"),
+        (("strategy=ddp", "cluster.processes=2", "--json", "/tmp"), "it cannot be written"),
+        (  # by all ranks alike
+            ("strategy=ddp", "cluster.processes=2", "--fake"),
+            "DDP has made the model with real tensors. Leave --fake out",
+        ),
+        (
+            ("recipe=stdlib_lm", "strategy=mesh", "strategy.pipeline=2", "cluster.processes=2"),
+            "Set strategy.pipeline=1",
+        ),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused(rehearse: Any, words: tuple[str, ...], reason: str) -> None:
+    done = rehearse("recipe=digits", *words) if "recipe=stdlib_lm" not in words else rehearse(*words)
+    assert done.returncode == 2
+    assert reason in done.stderr
+
+
+def test_one_rank_alone_agrees_with_nobody(rehearse: Any) -> None:
+    done = rehearse("recipe=digits", "strategy=ddp", "cluster.processes=4", "--ranks", "2")
+    assert done.returncode == 0, done.stderr
+    assert "Rank 2 was rehearsed alone" in done.stdout
+    assert "same calls" not in done.stdout
+
+
+def ranks(*errors: str | None) -> list[Rehearsed]:
+    call = Call("barrier", Group(tuple(range(len(errors))), 0), "", None, 0, "program.py:1 (step)", 1)
+    return [Rehearsed(rank, [call], Peak(0, {}), None, {}, error) for rank, error in enumerate(errors)]
+
+
+def shown(rehearsed: Sequence[Rehearsed]) -> int:
+    options = argparse.Namespace(steps=2, calls=None)
+    settings: Any = SimpleNamespace(cluster=SimpleNamespace(processes=3, nodes=1, processes_per_node=3))
+    return _show(rehearsed, settings, options)
+
+
+def test_what_several_ranks_fail_with_is_said_once_without_advice_on_differences(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert shown(ranks("in step 1: ValueError: x", "in step 1: ValueError: x", "in step 1: KeyError: 1")) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["ranks 0-1 fail in step 1: ValueError: x", "rank 2 fails in step 1: KeyError: 1"]
+
+
+def test_ranks_that_need_objects_of_one_that_was_left_out_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    _, *failed = ranks(*["in step 1: EOFError: Ran out of input"] * 3)
+    asked = [replace(failed[0].calls[0], operation="broadcast", form="objects, root 0")]
+    assert shown([replace(each, calls=asked) for each in failed]) == 1
+    assert "What rank 0 would have given them is not known: add 0 to --ranks." in capsys.readouterr().out
+
+
+def test_ranks_that_do_not_settle_are_not_accused(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, third = ranks(None, None, None)
+    assert shown([first, replace(second, calls=[], is_settled=False), replace(third, is_settled=False)]) == 1
+    said = capsys.readouterr().out
+    assert "What ranks 1-2 call still changes each time" in said
+    assert "makes no further call" not in said

@@ -1,0 +1,68 @@
+"""Ranks that talk in a right way are not accused, however seldom it is used; those that do not are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.rehearsal.composed import isolated
+from tests.plan.rehearsal.talking import RIGHT, Talking
+from worldsize.config.settings import Settings
+from worldsize.plan.rehearsal.differences import differences
+from worldsize.plan.rehearsal.rank import Part, Rehearsed
+from worldsize.plan.rehearsal.ranks import rehearse
+from worldsize.plan.rehearsal.waiting import deadlock, mismatches
+
+PROCESSES = 4
+OPTIONS = ("recipe=digits", "strategy=ddp", f"cluster.processes={PROCESSES}", "batch_size=32")
+
+
+def rehearsed(settings: Settings, manner: str, part: Part) -> list[Rehearsed]:
+    return rehearse(replace(settings, recipe=Talking(manner)), range(PROCESSES), part)
+
+
+def said(manner: str, *, steps: int = 2) -> list[str]:
+    """Return everything that is said against ranks which talk in this ``manner``."""
+    ranks = isolated(rehearsed, *OPTIONS, given=(manner, Part(steps, evaluates=False)))
+    assert all(each.is_settled for each in ranks)
+    found = [*map(str, differences(ranks)), *mismatches(ranks), *(each.error for each in ranks if each.error)]
+    return found or [str(stuck) for stuck in [deadlock(ranks)] if stuck is not None]
+
+
+@pytest.mark.parametrize("manner", RIGHT)
+def test_ranks_that_talk_in_a_right_way_are_not_accused(manner: str) -> None:
+    assert said(manner) == []
+
+
+@pytest.mark.parametrize(
+    ("manner", "first", "second"),
+    [
+        ("decide_by_the_largest", "rank 3: calls all_reduce(float32[1], sum) at tests/", "ranks 0-2: calls all_gather"),
+        ("make_a_group_alone", "rank 0: calls new_group(ranks 0-1) at tests/", "ranks 1-3: calls "),
+        ("exchange_parts_that_do_not_meet", "rank 1: gives rank 2 5 numbers in all_to_all(", "rank 2: takes 1 of"),
+        ("send_what_is_not_expected", "rank 0: sends float32[2] at tests/", "rank 1: receives int64[7] at tests/"),
+        ("send_what_nobody_receives", "rank 0: sends float32[2] at tests/", "to rank 1, which never receives it."),
+        ("wait_after_each", "These wait for each other: ranks 0, 2: all_reduce(", "ranks 1, 3: all_reduce("),
+    ],
+)
+def test_ranks_that_do_not_are_named_with_what_they_do(manner: str, first: str, second: str) -> None:
+    sentence, *_ = said(manner)
+    assert sentence.startswith(first)
+    assert second in sentence
+
+
+def test_the_pace_of_this_machine_decides_nothing() -> None:
+    """A run of 40 steps or more asks less often who wants to stop, by how fast its steps are."""
+    assert said("gather", steps=60) == []
+
+
+def bounded(settings: Settings) -> list[str | None]:
+    talking = replace(settings, recipe=Talking("sleep_on_one"))
+    return [each.error for each in rehearse(talking, range(2), Part(1, evaluates=False), longest=20.0)]
+
+
+def test_a_rank_that_does_not_end_is_ended_and_named() -> None:
+    first, second = isolated(bounded, *OPTIONS)
+    assert first is None
+    assert second == "its process was ended after 20 seconds: rehearse fewer steps, or look for an endless loop"

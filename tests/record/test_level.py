@@ -1,0 +1,102 @@
+"""The reproducibility level that a manifest names, and what downgrades it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from worldsize.record.level import (
+    Downgrade,
+    ReproducibilityLevel,
+    _machine,
+    downgraded_level,
+    downgrades,
+    recorded_level,
+    resume_downgrades,
+)
+
+BITWISE = {"reproducibility": {"level": "bitwise", "why": "on this CPU"}}
+TOLERANCE = {"reproducibility": {"level": "tolerance", "why": "kernels are not pinned"}}
+
+
+def test_the_lowest_level_counts_and_says_why() -> None:
+    assert downgraded_level(BITWISE, BITWISE, []) == ReproducibilityLevel("bitwise", "on this CPU")
+    assert downgraded_level(BITWISE, TOLERANCE, []) == ReproducibilityLevel("tolerance", "kernels are not pinned")
+    reasons = [Downgrade("tolerance", "other torch"), Downgrade("none", "other lr")]
+    assert downgraded_level(BITWISE, BITWISE, reasons) == ReproducibilityLevel("none", "other torch; other lr")
+
+
+def test_a_manifest_too_old_to_name_its_level_has_none() -> None:
+    assert recorded_level({}).level == "none"
+    assert downgraded_level({}, BITWISE, []) == recorded_level({})
+
+
+def manifest(size: int = 100, **determinism: object) -> dict[str, Any]:
+    code: dict[str, Any] = {"commit": None, "patch_sha256": None, "left_out": [], "scrubbed": False, "framework": None}
+    shared = {"environment": {"packages": {}}, "hardware": [{}], "cluster": {}, "code": code, "config": {"cluster": {}}}
+    data = {"files": {"tokens": {"size": size, "sha256": ""}, "text": {"size": 3, "sha256": ""}}}
+    return {**shared, "data": data, "determinism": {"reduce": "ordered", **determinism}}
+
+
+def test_another_order_of_samples_is_another_result() -> None:
+    assert downgrades(manifest(order=2), manifest(order=2)) == []
+    expected = [Downgrade("tolerance", "order of samples: 3 then, 4 now")]
+    assert downgrades(manifest(order=3), manifest(order=4)) == expected
+
+
+def test_variables_that_change_bits_are_named_and_those_of_a_user_or_a_job_are_none() -> None:
+    then = {
+        "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_ada",
+        "SLURM_JOB_ID": "7",
+        "NCCL_ALGO": "Ring",
+        "NCCL_DEBUG": "",
+    }
+    now = {"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_bob", "SLURM_JOB_ID": "8", "ATEN_CPU_CAPABILITY": "default"}
+    assert downgrades(manifest(environment=then), manifest(environment=now)) == [
+        Downgrade("tolerance", "ATEN_CPU_CAPABILITY: unset then, default now"),
+        Downgrade("tolerance", "NCCL_ALGO: Ring then, unset now"),
+    ]
+
+
+def test_another_clone_of_worldsize_is_named_by_its_commit() -> None:
+    def trained_with(framework: dict[str, Any] | None) -> dict[str, Any]:
+        one = manifest()
+        return {**one, "code": {**one["code"], "framework": framework}}
+
+    then, now = {"commit": "c0ffee", "patch_sha256": None}, {"commit": "c0ffee", "patch_sha256": "ab"}
+    (found,) = downgrades(trained_with(then), trained_with(now))
+    assert found.reason == "worldsize itself: commit c0ffee then, commit c0ffee with the changes ab now"
+    (found,) = downgrades(trained_with(None), trained_with(then))
+    assert found.reason == "worldsize itself: no clone of its own then, commit c0ffee now"
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_version_3_of_the_order_is_another_where_batches_are_of_similar_length_alone(balanced: bool) -> None:
+    then, now = manifest(order=2), manifest(order=3)
+    for each in (then, now):
+        each["config"]["length_balanced"] = balanced
+    assert bool(downgrades(then, now)) == balanced
+
+
+def test_another_division_of_layers_is_another_order_of_sums_that_no_tree_makes_up_for() -> None:
+    """A strategy that divides none is the same as one that divides them over a single rank."""
+
+    def divided(**strategy: object) -> dict[str, Any]:
+        one = manifest()
+        return {**one, "config": {**one["config"], "strategy": strategy}, "resumed": [], "attempts": []}
+
+    alone, whole, two = divided(shard="all"), divided(tensor=1, pipeline=1), divided(tensor=2, pipeline=1)
+    assert list(_machine(alone, whole)) == []
+    expected = [Downgrade("tolerance", "strategy.tensor: 1 then, 2 now, and sums depend on it")]
+    assert list(_machine(alone, two)) == list(_machine(whole, two)) == expected
+    changes = [["strategy.tensor", None, 2], ["strategy.pipeline", None, 1], ["strategy.shard", "all", None]]
+    two["resumed"] = [{"attempt": 2, "changes": changes}]
+    reason = "strategy.tensor: None at first, 2 from attempt 2 on, and sums depend on it"
+    assert resume_downgrades(two) == [Downgrade("tolerance", reason)]
+
+
+def test_a_record_without_a_version_of_the_order_has_the_first_which_small_data_keep() -> None:
+    assert downgrades(manifest(), manifest(order=2)) == []
+    expected = [Downgrade("tolerance", "order of samples: 1 then, 2 now")]
+    assert downgrades(manifest(size=1 << 23), manifest(order=2)) == expected

@@ -1,0 +1,40 @@
+"""The folders of a run's files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from worldsize.errors import WorldsizeError
+from worldsize.record.run_directory import RunDirectory, check_entries, make_folder_of
+
+
+@pytest.mark.parametrize("rank", [0, 999, 1000, 4095])
+def test_the_folder_of_a_rank_is_made_but_not_that_of_a_run_which_was_deleted(tmp_path: Path, rank: int) -> None:
+    run = RunDirectory(tmp_path / "run")
+    for file in (run.log("worker", rank), run.timing(rank), run.profile(rank), run.nccl_logs("host") / "log"):
+        with pytest.raises(FileNotFoundError):
+            make_folder_of(file, run)
+    assert not run.path.exists()
+    run.path.mkdir()
+    for file in (run.log("worker", rank), run.timing(rank), run.profile(rank), run.nccl_logs("host") / "log"):
+        make_folder_of(file, run)
+        file.touch()
+
+
+def test_only_within_the_folder_of_wandb_may_links_leave_a_run(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    (run.path / "wandb").mkdir(parents=True)
+    (run.path / "wandb" / "debug.log").symlink_to(tmp_path)
+    check_entries(run)
+    (run.path / "wandb").rename(tmp_path / "wandb")
+    (run.path / "wandb").symlink_to(tmp_path / "wandb")
+    with pytest.raises(WorldsizeError, match="wandb is a link out of the run folder"):
+        check_entries(run)
+
+
+def test_an_entry_that_is_removed_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "walk", lambda path: iter([(path, ["gone"], [".draft_0"])]))
+    check_entries(RunDirectory(tmp_path))
