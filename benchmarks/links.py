@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).parents[1]
 def warm_python(folder: Path) -> Iterator[Path]:
     """Yield a Python that has imported worldsize already, so that four hosts on two cores start without delay."""
     sys.path.append(str(REPOSITORY))
-    from tests import warm
+    from tests.support import warm
 
     path = folder / "zygote"
     zygote = subprocess.Popen([sys.executable, str(REPOSITORY / "tests" / "zygote.py"), str(path), "-" * 4000])

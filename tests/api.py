@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -60,9 +59,7 @@ BLOCKS = {  # parts that strategies are built from
 _HEAD = """# The public API
 
 What plugins and recipes may rely on; how it is used: [plugins.md](../plugins.md). Written by
-`uv run python tests/api.py`. A change of what stands here has a line in the changelog that names the new digest.
-
-Digest: `{digest}`
+`uv run python tests/api.py`. A change of what stands here has a line in the changelog.
 
 ```python
 {listing}
@@ -75,13 +72,8 @@ def listing() -> str:
     return "\n\n".join([*parts, *(_module(name, names) for name, names in sorted(BLOCKS.items()))])
 
 
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
 def page() -> str:
-    text = listing()
-    return _HEAD.format(digest=digest(text), listing=text)
+    return _HEAD.format(listing=listing())
 
 
 def _own_names(module: Any) -> Iterator[str]:

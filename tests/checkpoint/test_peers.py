@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.interruption import end_gang_soon
+from tests.support.interruption import end_gang_soon
 from worldsize.checkpoint import peers
 from worldsize.checkpoint.peers import receive_state, send_state
 from worldsize.core import World

@@ -12,6 +12,8 @@ import pytest
 
 from tests.train.test_evaluation import WORDS, evaluations, project
 
+pytestmark = pytest.mark.heavy
+
 __all__ = ["project"]
 
 SAVED = ("checkpoint.every=2", "checkpoint.keep.last=4", "checkpoint.keep.best=validation/error")

@@ -14,10 +14,12 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
-from tests.conftest import Command, Run, environment
+from tests.support.runs import Command, Run, environment
 from worldsize.cli import export
 from worldsize.record.digest import state_digest, tensor_digests
 from worldsize.record.run_record import RunView, view
+
+pytestmark = pytest.mark.heavy
 
 Captured = pytest.CaptureFixture[str]
 TRAINED = ("steps=2", "checkpoint.every=1", "checkpoint.keep.best=loss", "checkpoint.keep.direction=min", "log_every=1")

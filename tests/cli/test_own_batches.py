@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Command, environment
 from tests.docs.blocks import REPOSITORY, files
+from tests.support.runs import Command, environment
 from worldsize.cli.scale import planned_points
 from worldsize.plan.predictor import Given, Predictor
 from worldsize.testing import composed

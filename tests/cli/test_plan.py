@@ -17,6 +17,8 @@ from worldsize.plan.rank_table import rank_table
 from worldsize.record.manifest import write_manifest
 from worldsize.strategies.ddp import DDP
 
+pytestmark = pytest.mark.heavy
+
 REPOSITORY = Path(__file__).parents[2]
 STRATEGIES = [path for root in ("conf", "plugins/*/conf") for path in REPOSITORY.glob(f"{root}/strategy/*.yaml")]
 TEXTBOOK = ("--model-size", "1e9", "--precision", "fp16", "--compute", "250ms", "+cluster=slurm", "batch_size=64")

@@ -18,6 +18,8 @@ from worldsize.plan.rehearsal.groups import Group
 from worldsize.plan.rehearsal.rank import Rehearsed
 from worldsize.plan.rehearsal.storage_log import Peak
 
+pytestmark = pytest.mark.heavy
+
 LARGE = (  # half a billion parameters, 2.2 GB in float32
     "recipe=hf_causal_lm",
     "recipe.config.hidden_size=2048",

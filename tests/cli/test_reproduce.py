@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
 from worldsize.record import manifest as manifest_module
 from worldsize.record.manifest import read_manifest, write_manifest
+
+pytestmark = pytest.mark.heavy
 
 QUICK = ("steps=6", "logger=none", "cluster.processes=2")
 

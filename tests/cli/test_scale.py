@@ -16,6 +16,8 @@ from worldsize.core import ConfigError
 from worldsize.observe.report.page import page
 from worldsize.record.manifest import read_manifest
 
+pytestmark = pytest.mark.heavy
+
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.config.test_malformed import called
-from tests.own_recipe import write_recipe
-from tests.small_disk import mounted
+from tests.support.own_recipe import write_recipe
+from tests.support.small_disk import mounted
 from worldsize import cli
 
 REPOSITORY = Path(__file__).parents[2]

@@ -14,6 +14,8 @@ import pytest
 
 from worldsize.testing import hosts as namespaces
 
+pytestmark = pytest.mark.heavy
+
 PORT = 23_456
 ALONE = """[ $HID ] || HID=1 exec unshare -m sh -c '{}; exec "$@"' sh $0 "$@\""""  # with own mounts
 BLOCKED = ("to", "10.77.0.1", "ipproto", "tcp", "dport", str(PORT), "unreachable")

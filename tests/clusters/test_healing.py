@@ -14,6 +14,8 @@ import pytest
 
 from worldsize.testing.hosts import Hosts
 
+pytestmark = pytest.mark.heavy
+
 REPOSITORY = Path(__file__).parents[2]
 DIGITS = ("recipe=digits", "recipe.width=4", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
 LAYERS = ("recipe=stdlib_lm", "recipe.width=16", "recipe.depth=1", "recipe.heads=2", "recipe.context=16")

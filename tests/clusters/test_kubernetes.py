@@ -14,6 +14,8 @@ import yaml
 from tests.clusters.doctor_job import DoctorJob
 from tests.clusters.witness import witness
 
+pytestmark = pytest.mark.heavy
+
 VERSIONS = ("1.28", "1.31", "1.34")
 BASE = ("recipe=digits", "steps=20", "reproducibility=elastic", "cluster.threads=1", "+cluster=kubernetes")
 VOLUME = ("cluster.image=images.example/digits@sha256:" + "0123" * 16, "cluster.volumes=[{claim: shared, path: /runs}]")

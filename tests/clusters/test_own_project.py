@@ -13,6 +13,8 @@ from tests.clusters.slurm import Slurm
 from tests.clusters.witness import witness
 from tests.docs.blocks import files
 
+pytestmark = pytest.mark.heavy
+
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "plugins.md"
 DETERMINISTIC = ("recipe=mine", "reproducibility=deterministic", "steps=20")
 

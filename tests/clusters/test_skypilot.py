@@ -16,6 +16,8 @@ import yaml
 from tests.clusters.doctor_job import DoctorJob
 from worldsize.testing.hosts import Hosts
 
+pytestmark = pytest.mark.heavy
+
 DIGITS = ("recipe=digits", "reproducibility=elastic", "cluster.threads=1", "logger=none", "log_every=1")
 SPOT = ("+cluster=skypilot", "cluster.nodes=2", "cluster.spot=true", "cluster.checkpoint_bucket=s3://mine")
 CHECK = """

@@ -7,7 +7,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from worldsize.testing.hosts import Hosts
+
+pytestmark = pytest.mark.heavy
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = ("recipe=stdlib_lm", "recipe.depth=1", "recipe.width=128", "recipe.context=8", "recipe.test_bytes=1000")

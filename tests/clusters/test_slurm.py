@@ -17,6 +17,8 @@ from tests.clusters.slurm import Slurm
 from worldsize.core import Cluster, Plan, Role
 from worldsize.launch import slurm as launcher
 
+pytestmark = pytest.mark.heavy
+
 DIGITS = ("recipe=digits", "reproducibility=elastic", "cluster.threads=1", "checkpoint.every=10")
 ON_SLURM = ("+cluster=slurm", "cluster.nodes=2", "cluster.processes_per_node=2")
 # slow in the first attempts, so that tests have time to interrupt them

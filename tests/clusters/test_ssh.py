@@ -17,6 +17,8 @@ import pytest
 
 from worldsize.testing.hosts import Hosts
 
+pytestmark = pytest.mark.heavy
+
 REPOSITORY = Path(__file__).parents[2]
 DIGITS = ("recipe=digits", "reproducibility=elastic", "cluster.threads=1", "logger=none", "log_every=1")
 SLOW = "faults=[{action: sleep, seconds: 0.1, attempt: null}]"  # slows every step of rank 0

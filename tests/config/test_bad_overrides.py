@@ -13,7 +13,7 @@ import pytest
 
 from tests.config.bad_overrides import USUAL, drawn
 from tests.config.test_malformed import called
-from tests.conftest import Command, environment
+from tests.support.runs import Command, environment
 from worldsize.launch import execute
 
 _SEED = 44

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
 
 PLAIN = ("recipe=digits", "recipe.width=4", "steps=2", "cluster.threads=1", "cluster.processes=1", "schedule=constant")
 SHOWN = ("recipe=digits", "launch=show")

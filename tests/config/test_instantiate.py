@@ -11,7 +11,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from tests.conftest import REPOSITORY
+from tests.support.runs import REPOSITORY
 from worldsize.config.instantiate import Allowed, build, bundled_targets, check_targets, resolve
 from worldsize.config.schema import Schema
 from worldsize.config.search_path import bundle, make_importable

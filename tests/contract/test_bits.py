@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.outcome import outcome
 from tests.strategies.parameter_server import players
+from tests.support.outcome import outcome
+
+pytestmark = pytest.mark.heavy
 
 bits = pytest.mark.bits
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +19,8 @@ from worldsize.strategies.zero import ZeRO
 from worldsize.testing.cases import CASES
 from worldsize.testing.gradient_loops import Experts
 from worldsize.testing.loops import Case, faults, outcomes
+
+pytestmark = pytest.mark.heavy
 
 # the others take processes of their own, and these strategies refuse them as others do
 TOGETHER = [case for case in CASES if not case.apart]

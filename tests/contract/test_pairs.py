@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import Once
+from tests.support.runs import Once
 from worldsize.core import RunContext, Strategy, World
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -18,6 +18,8 @@ from worldsize.strategies.zero import ZeRO
 from worldsize.testing.contract import assert_same
 from worldsize.testing.training import Trained, train
 from worldsize.testing.worlds import run_in_worlds
+
+pytestmark = pytest.mark.heavy
 
 STRATEGIES: dict[str, Strategy] = {
     "single": Single(),

@@ -18,6 +18,8 @@ from worldsize.testing.gradient_loops import GRADIENT_CASES
 from worldsize.testing.training import STEPS, reference, train
 from worldsize.testing.worlds import run_in_worlds
 
+pytestmark = pytest.mark.heavy
+
 
 class Held(StrategyContract):
     """Neither a worse loss nor a better one: the algorithms are those of one process, up to the tolerance."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
 
 RECIPE = '''
 import time

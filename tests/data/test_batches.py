@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
 from worldsize.core import ConfigError, MicroBatch
 from worldsize.data.batches import map_tensors, to_device
 from worldsize.data.loader import micro_batches

@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 from tests.data.range_server import served
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
 from worldsize.observe.report.page import summary
 from worldsize.observe.report.read import read_run
 

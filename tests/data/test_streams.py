@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.data.foreign import DIVIDED, SAMPLES, STATEFUL, WHOLE, Plain, Sharded, loader, row, table
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
 from worldsize.checkpoint.format import Checkpoint, read
 from worldsize.checkpoint.retention import Retention
 from worldsize.checkpoint.save import Saver

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.clusters.slurm import Slurm
-from tests.conftest import Command, environment
 from tests.docs import uv
 from tests.docs.blocks import REPOSITORY, Block, blocks, files, pages
+from tests.support import warm
+from tests.support.runs import Command, environment
 from worldsize.testing.hosts import Hosts
 
 Bash = Callable[..., None]
-pytestmark = pytest.mark.timeout(1200)  # one test runs all blocks of a page
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(1200)]  # one test runs all blocks of a page
 
 
 def of_pages(*hows: str) -> pytest.MarkDecorator:

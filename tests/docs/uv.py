@@ -1,7 +1,7 @@
 """Stand in for ``uv`` where blocks of the documentation are tested: shorten commands and run them warm.
 
 Commands that are equal once they are shortened run only once; the others repeat the recorded output. This module
-imports only the standard library plus :mod:`tests.warm`, and is started by the program that :func:`program` writes.
+imports only the standard library plus :mod:`tests.support.warm`; the program that :func:`program` writes starts it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tests import warm
+from tests.support import warm
 
 # environment variables: kind of the block (exact: its output depends on numbers), and folder of recorded outputs
 HOW, SAID = "DOCUMENTED_HOW", "DOCUMENTED_SAID"

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import environment
 from tests.fake_cuda.cases import ABSENT, cases
+from tests.support.runs import environment
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]

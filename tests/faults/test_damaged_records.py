@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Command
 from tests.observe.run_folders import write_run
+from tests.support.runs import Command
 from worldsize.cli import _call
 from worldsize.cli.logs import lines
 from worldsize.config.recorded import read_settings

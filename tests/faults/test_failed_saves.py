@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.outcome import outcome
+from tests.support.outcome import outcome
 from worldsize.checkpoint.format import complete, read, verify
 
 OPTIONS = (

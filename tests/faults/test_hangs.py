@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Train
 from tests.observe.run_folders import write_run
+from tests.support.runs import Train
 from worldsize.dist import peer_wait
 from worldsize.dist.peer_wait import PEER_WAIT
 from worldsize.observe.report.hangs import hangs

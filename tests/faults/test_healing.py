@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.outcome import outcome
-from tests.own_recipe import write_held
+from tests.support.outcome import outcome
+from tests.support.own_recipe import write_held
 
 REPOSITORY = Path(__file__).parents[2]
 OPTIONS = ("recipe=digits", "recipe.width=4", "steps=24", "log_every=3", "checkpoint.every=6", "cluster.threads=1")

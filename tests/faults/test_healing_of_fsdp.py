@@ -9,6 +9,8 @@ import pytest
 from tests.faults.test_healing import FOUR, OPTIONS, equal_parts, faults, kill, memberships
 from tests.faults.test_healing_of_shards import EQUAL, NO_FILE, SLOW, result_of, steps_of_changes, undisturbed
 
+pytestmark = pytest.mark.heavy
+
 __all__ = ["undisturbed"]  # a fixture
 
 FSDP = ("strategy=fsdp", "strategy.on_failure=heal", "clip_norm=0.5")

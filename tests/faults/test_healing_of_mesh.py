@@ -10,6 +10,8 @@ import pytest
 from tests.faults.test_healing import faults, kill, memberships
 from tests.faults.test_healing_of_shards import EQUAL, NO_FILE, SLOW, result_of
 
+pytestmark = pytest.mark.heavy
+
 SIZES = ("recipe.width=16", "recipe.depth=2", "recipe.heads=2", "recipe.context=32", "recipe.test_bytes=2000")
 PACE = ("steps=12", "batch_size=16", "log_every=3", "evaluate_every=6", "cluster.threads=1")
 ELASTIC = ("recipe=stdlib_lm", *SIZES, *PACE, "reproducibility=elastic", "strategy=mesh")

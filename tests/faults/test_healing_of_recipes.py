@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
 
 RECIPE = """
 import os

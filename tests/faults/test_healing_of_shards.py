@@ -11,6 +11,8 @@ import pytest
 
 from tests.faults.test_healing import FOUR, OPTIONS, equal_parts, faults, kill, memberships
 
+pytestmark = pytest.mark.heavy
+
 ZERO = ("strategy=zero", "strategy.on_failure=heal")
 NO_FILE = ("checkpoint.every=0", "checkpoint.at_end=false")  # nothing that could be read to heal
 EQUAL = ("state_digest", "metrics_digest", "metrics", "steps", "samples")

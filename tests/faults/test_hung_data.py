@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import REPOSITORY
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
+from tests.support.runs import REPOSITORY
 
 _CODE = """
 import threading

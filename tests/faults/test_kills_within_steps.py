@@ -10,6 +10,8 @@ import pytest
 
 from tests.faults.step_kills import OPTIONS, POINTS, SAME, STRATEGIES, disturbed, lost, undisturbed
 
+pytestmark = pytest.mark.heavy
+
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 
 

@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 
-from tests.outcome import outcome
-from tests.small_disk import mounted
+from tests.support.outcome import outcome
+from tests.support.small_disk import mounted
+
+pytestmark = pytest.mark.heavy
 
 REPOSITORY = Path(__file__).parents[2]
 histories = runpy.run_path(str(REPOSITORY / "tests" / "observe" / "wandb_file.py"))["histories"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.small_disk import mounted
+from tests.support.small_disk import mounted
 from worldsize.checkpoint.retention import Retention
 from worldsize.checkpoint.save import Saver
 from worldsize.core import Outcome, World
@@ -34,7 +34,7 @@ import os, sys
 sys.path.insert(0, {str(REPOSITORY)!r})
 from dataclasses import dataclass
 from pathlib import Path
-from tests.small_disk import fill
+from tests.support.small_disk import fill
 from worldsize.strategies.ddp import DDP
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import environment
 from tests.gpu.devices import CUDA, DEVICES, run_on_one_device
 from tests.gpu.test_runs import GPT
+from tests.support.runs import environment
 from worldsize.checkpoint.load import load, newest
 from worldsize.checkpoint.retention import Retention
 from worldsize.checkpoint.save import Saver

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import environment
 from tests.gpu.devices import CUDA, DEVICES, device_of
+from tests.support.runs import environment
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
 from worldsize.plan.calibrate import _is_memory

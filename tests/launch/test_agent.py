@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
 from worldsize.core import Plan, Role
 from worldsize.errors import WorldsizeError
 from worldsize.launch import agent as leading

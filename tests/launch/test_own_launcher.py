@@ -9,6 +9,8 @@ import pytest
 
 from tests.clusters.test_own_project import files_of
 
+pytestmark = pytest.mark.heavy
+
 DIGITS = ("recipe=digits", "steps=10", "reproducibility=elastic", "cluster.threads=1")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import folders
+from tests.support.runs import folders
 from worldsize.config.cluster import cluster_of
 from worldsize.core import Cluster, ConfigError, Plan, Role
 from worldsize.launch.slurm import Slurm

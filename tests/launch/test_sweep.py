@@ -24,8 +24,8 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from tests.conftest import folders
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
+from tests.support.runs import folders
 from worldsize.cli.train import train as train_sweep
 from worldsize.config.compose import is_side_by_side, wants_sweep
 from worldsize.config.objective import ObjectiveCheck, SweepEnded, Trial, value_of
@@ -33,6 +33,8 @@ from worldsize.errors import ConfigError
 from worldsize.launch.sweep import call_sweep
 from worldsize.launch.torchrun import Torchrun
 from worldsize.record.redaction import REDACTED
+
+pytestmark = pytest.mark.heavy
 
 RECIPE = '''
 import os

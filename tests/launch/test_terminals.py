@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Run
-from tests.small_disk import mounted
+from tests.support.runs import Run
+from tests.support.small_disk import mounted
 from worldsize.errors import ConfigError
 from worldsize.launch import terminal as module
 from worldsize.world import scratch

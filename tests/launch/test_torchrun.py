@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.heavy
+
 DIGITS = ("recipe=digits", "steps=10", "reproducibility=elastic", "cluster.threads=1", "+cluster=torchrun")
 HOSTS = ("cluster.nodes=2", "cluster.processes_per_node=2", "cluster.first=127.0.0.1")
 

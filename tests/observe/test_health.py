@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.conftest import REPOSITORY
 from tests.observe.run_folders import START, write_run
+from tests.support.runs import REPOSITORY
 from worldsize.core import Event, HealthLimits, NodeAlert, RunEnded, StepDone, Straggling
 from worldsize.observe.events import EventLog, described
 from worldsize.observe.health.alerts import HealthAlerts

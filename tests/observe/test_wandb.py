@@ -18,6 +18,8 @@ from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.wandb import WandbListener
 from worldsize.record.run_directory import RunDirectory
 
+pytestmark = pytest.mark.heavy
+
 _reader = runpy.run_path(str(Path(__file__).parent / "wandb_file.py"))
 records, histories = _reader["records"], _reader["histories"]
 CANARY = "0123456789abcdef0123456789abcdef01234567"

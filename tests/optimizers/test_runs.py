@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from recipes.digits.recipe import Digits
-from tests.conftest import Command, Train, environment
+from tests.support.runs import Command, Train, environment
+
+pytestmark = pytest.mark.heavy
 
 GROUPS = 'optimizer.groups={bias:{match:["*.bias"],weight_decay:0.0,lr:0.002}}'
 MUON = ("optimizer=muon", GROUPS)

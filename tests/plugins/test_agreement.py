@@ -22,6 +22,8 @@ from worldsize.dist.per_rank import local_row
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
 
+pytestmark = pytest.mark.heavy
+
 STEPS, EVERY, BATCH, SAMPLES = 30, 7, 24, 101  # batches straddle epochs, and the last round is incomplete
 
 

@@ -11,6 +11,8 @@ from worldsize.strategies.ddp import DDP
 from worldsize.testing.contract import StrategyContract
 from worldsize.testing.gradient_loops import GRADIENT_CASES
 
+pytestmark = pytest.mark.heavy
+
 
 class Held(StrategyContract):
     """Neither a worse loss nor a better one: the algorithms are those of one process, up to the tolerance."""

@@ -22,6 +22,8 @@ from worldsize.strategies.ddp import DDP
 from worldsize.testing.contract import StrategyContract
 from worldsize.testing.training import ALONE, BATCH, CHAIN, SEED, train
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.mark.killed
 class TestEASGD(StrategyContract):

@@ -23,6 +23,8 @@ from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.testing.port import same_losses
 
+pytestmark = pytest.mark.heavy
+
 OPTIONS = (
     *("recipe=hf_trainer", "recipe.trainer=hf_programs.make_classifier", "epochs=null", "steps=20", "batch_size=8"),
     *("lr=0.001", "clip_norm=0.5", "log_every=1", "cluster.threads=1"),

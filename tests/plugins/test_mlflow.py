@@ -15,7 +15,10 @@ import pytest
 import plugins.mlflow.logger
 from worldsize.core import CheckpointFailed, ConfigError, TransportFellBack
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # mlflow's use of it
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated"),  # mlflow's use of it
+]
 OPTIONS = ("recipe=digits", "recipe.width=4", "steps=6", "log_every=1", "evaluate_every=2", "checkpoint.every=2")
 TWO = ("cluster.processes=2", "cluster.threads=1", "logger.experiment=digits")
 

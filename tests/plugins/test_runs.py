@@ -13,12 +13,14 @@ from plugins.diloco.strategy import DiLoCo
 from plugins.local_sgd.strategy import LocalSGD
 from plugins.streaming_diloco.strategy import StreamingDiLoCo
 from recipes.digits.recipe import Digits
-from tests.outcome import outcome
+from tests.support.outcome import outcome
 from worldsize.core import ConfigError, Replica, RunContext, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
+
+pytestmark = pytest.mark.heavy
 
 OPTIONS = ("recipe=digits", "recipe.width=4", "steps=14", "log_every=3", "checkpoint.every=4", "cluster.threads=1")
 STRATEGIES = {

@@ -13,6 +13,8 @@ from recipes.click_through.recipe import DLRM, ClickThrough
 from recipes.click_through.samples import CATEGORIES, COUNTS, Criteo, Synthetic
 from worldsize.core import ConfigError
 
+pytestmark = pytest.mark.heavy
+
 MADE_UP = Synthetic(rows=4000, test_rows=1000, categories=500, exponent=1.1, seed=0)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy
+import pytest
 import torch
 
 from recipes.digits.recipe import Digits, data_file, read_digits
+
+pytestmark = pytest.mark.heavy
 
 
 def recipe() -> Digits:

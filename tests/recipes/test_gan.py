@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.docs.blocks import REPOSITORY, files
-from tests.outcome import outcome
+from tests.support.outcome import outcome
 
 WORDS = ("recipe=dcgan", "recipe.width=4", "recipe.critics=5", "cluster.threads=1", "log_every=1", "evaluate_every=7")
 ELASTIC = (*WORDS, "steps=12", "batch_size=16", "reproducibility=elastic", "logical_ranks=4", "checkpoint.every=3")
 SHARDED = ("strategy.wrap=size", "strategy.wrap_parameters=100")
-pytestmark = pytest.mark.timeout(900)  # a test starts several runs
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]  # a test starts several runs
 
 
 @pytest.fixture(autouse=True)

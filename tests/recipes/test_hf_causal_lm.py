@@ -28,6 +28,8 @@ from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.testing.worlds import run_in_worlds
 
+pytestmark = pytest.mark.heavy
+
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 KNOWN = {"model_type": "llama", **TINY, "vocab_size": 50}
 STEPS = 5

@@ -17,6 +17,8 @@ from recipes.stdlib_lm.recipe import StdlibLM
 from worldsize.core import ConfigError
 from worldsize.data.packing import IGNORED
 
+pytestmark = pytest.mark.heavy
+
 SIZES = Sizes(width=16, depth=2, heads=2, context=12)
 
 

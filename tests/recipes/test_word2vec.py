@@ -12,6 +12,8 @@ import torch
 from recipes.word2vec.prose import pairs, texts, vocabulary
 from recipes.word2vec.recipe import Pairs, Word2Vec
 
+pytestmark = pytest.mark.heavy
+
 
 def recipe(*, sparse: bool = False) -> Word2Vec:
     return Word2Vec(16, 5, 5, 20, sparse, partial(torch.optim.Adagrad, lr=0.1))

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.conftest import Command, Train
+from tests.support.runs import Command, Train
 from worldsize.cli.cancel import cancel
 from worldsize.config.recorded import read_launcher
 from worldsize.errors import ConfigError, WorldsizeError

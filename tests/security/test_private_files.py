@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Train
+from tests.support.runs import Train
 from worldsize.errors import WorldsizeError
 from worldsize.record.code import capture_code
 from worldsize.record.plugins import keep

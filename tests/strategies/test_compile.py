@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.outcome import outcome
+from tests.support.outcome import outcome
 from worldsize.strategies.compiled import Compilations
 
 GPT = (

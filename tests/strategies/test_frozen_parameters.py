@@ -26,6 +26,8 @@ from worldsize.strategies.zero import ZeRO
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 
+pytestmark = pytest.mark.heavy
+
 RANKS = 4  # logical ones
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
 from worldsize.core import Batch, ConfigError, LossOutput, RunContext, Update, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order

@@ -22,6 +22,8 @@ from worldsize.strategies.single import Single
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 
+pytestmark = pytest.mark.heavy
+
 
 @dataclass(frozen=True)
 class Normed(Chain):

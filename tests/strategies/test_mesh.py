@@ -47,6 +47,8 @@ from worldsize.strategies.mesh.stage import KnownOutput
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.worlds import run_in_worlds
 
+pytestmark = pytest.mark.heavy
+
 STEPS, BATCH, CONTEXT, CLIP = 12, 8, 12, 0.3  # every gradient's norm is above CLIP
 DATA = torch.randint(256, (STEPS, BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
 CLIPPED = Numerics(clip_norm=CLIP)

@@ -18,6 +18,8 @@ from worldsize.testing.contract import assert_close
 from worldsize.testing.training import STEPS, Trained, reference, train
 from worldsize.testing.worlds import run_in_worlds
 
+pytestmark = pytest.mark.heavy
+
 
 def sgd(parameters: object) -> Optimizer:
     return torch.optim.SGD(cast("list[torch.Tensor]", parameters), lr=0.3, momentum=0.9)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
 from tests.train.test_fit import Idle
 from worldsize.core import (
     Cluster,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _verify_param_shape_across_processes
 
-from tests.interruption import end_gang_soon
+from tests.support.interruption import end_gang_soon
 from worldsize.core import Loss, MicroBatch, Reduction, RunContext, StepResult, World
 from worldsize.dist.gather_full import whole
 from worldsize.dist.interruption import INTERRUPTION

@@ -14,6 +14,8 @@ from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.wrapping import by_size, refuse_mixed_dtypes, units
 from worldsize.testing.recipes import Chain
 
+pytestmark = pytest.mark.heavy
+
 STDLIB = ("recipe=stdlib_lm", "steps=4", "recipe.width=32", "recipe.depth=2", "recipe.test_bytes=20000")
 
 

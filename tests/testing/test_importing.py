@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.support.runs import REPOSITORY
 from worldsize.cli.init import init
+
+pytestmark = pytest.mark.heavy
 
 TESTS = """
 from plugins.diloco.strategy import DiLoCo

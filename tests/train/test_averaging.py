@@ -38,6 +38,8 @@ from worldsize.testing.recipes import AveragedChain, Chain
 from worldsize.testing.worlds import run_in_worlds
 from worldsize.train.averaging import AveragedReplica, WeightAverage, evaluate_all
 
+pytestmark = pytest.mark.heavy
+
 ALONE = World.alone(torch.device("cpu"))
 EMA = WeightAverage(0.7)
 RANKS = 4  # logical ones

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping as Reference
 
-from tests.conftest import Command, environment
+from tests.support.runs import Command, environment
 from tests.train.test_fit import ALONE, Idle
 from worldsize.config.compose import compose_only
 from worldsize.config.composed import settings_of

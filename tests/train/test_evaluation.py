@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
 from worldsize.checkpoint.format import complete, read
 from worldsize.core import ConfigError, World, logged_name, metric_key, split_of, spoken_name
 from worldsize.data.evaluation import evaluation_batches

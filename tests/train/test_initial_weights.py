@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from tests.conftest import Train
+from tests.support.runs import Train
 from worldsize.checkpoint.weights import open_weights
 from worldsize.core import ConfigError, Recipe, RunContext, Strategy, World
 from worldsize.dist.gather_full import gather_full

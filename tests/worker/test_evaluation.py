@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
 from worldsize.core import ConfigError, EvaluationBatches, Recipe, World
 from worldsize.strategies.model_flags import evaluating
 from worldsize.worker.evaluation import EvaluationData, try_evaluation

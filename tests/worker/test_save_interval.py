@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.observe.run_folders import attempt, write_run
-from tests.outcome import outcome
-from tests.own_recipe import write_recipe
+from tests.support.outcome import outcome
+from tests.support.own_recipe import write_recipe
 from worldsize.checkpoint.format import complete, read, step_of
 from worldsize.config.compose import compose_only
 from worldsize.config.composed import settings_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
 from worldsize.config.remembering import check_remembers, check_resumes
 from worldsize.core import ConfigError, Role
 from worldsize.launch.local import Local

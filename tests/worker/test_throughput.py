@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import Train
+from tests.support.runs import Train
 from worldsize.core import MicroBatch
 from worldsize.dist.cost.peaks import peak_flops
 from worldsize.observe.report.page import page

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.numa import binding
 
-from tests.own_recipe import write_recipe
+from tests.support.own_recipe import write_recipe
 from worldsize.core import Cluster, ConfigError, Pinning
 from worldsize.world import pinning
 from worldsize.world.environments import Placement

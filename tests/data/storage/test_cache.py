@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.small_disk import fill, mounted
+from tests.support.small_disk import fill, mounted
 from worldsize.data.storage.cache import BlockCache, Cache
 from worldsize.errors import WorldsizeError
 

@@ -17,7 +17,7 @@ import numpy
 import pytest
 
 from tests.data.formats import FORMATS, SAMPLES, opened
-from tests.small_disk import fill, mounted
+from tests.support.small_disk import fill, mounted
 from worldsize.data.storage.byte_files import ByteFile, LocalFile
 from worldsize.data.storage.cache import Cache
 from worldsize.data.storage.index import indexed

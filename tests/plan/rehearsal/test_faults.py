@@ -16,6 +16,8 @@ from worldsize.plan.rehearsal.rank import Part
 from worldsize.plan.rehearsal.ranks import rehearse
 from worldsize.plan.rehearsal.waiting import deadlock
 
+pytestmark = pytest.mark.heavy
+
 PROCESSES, RANK = 4, 2
 STRATEGIES = ("ddp", "zero", "fsdp", "mesh")
 PEERS = {"skip": "pair", "shape": "pair", "order": "pair", "dtype": "pair", "group": "pair", "branch": "one"}

@@ -18,6 +18,8 @@ from worldsize.plan.rehearsal.memory import MemoryRecorder
 from worldsize.plan.rehearsal.rank import Part, Recorders, Rehearsed, data_of, take_part
 from worldsize.plan.rehearsal.ranks import rehearse
 
+pytestmark = pytest.mark.heavy
+
 RANKS, PART = 4, Part(steps=3)
 MODEL = (
     "recipe=stdlib_lm",

@@ -14,6 +14,8 @@ from worldsize.plan.rehearsal.rank import Part, Rehearsed
 from worldsize.plan.rehearsal.ranks import rehearse
 from worldsize.plan.rehearsal.waiting import deadlock, mismatches
 
+pytestmark = pytest.mark.heavy
+
 PROCESSES = 4
 OPTIONS = ("recipe=digits", "strategy=ddp", f"cluster.processes={PROCESSES}", "batch_size=32")
 

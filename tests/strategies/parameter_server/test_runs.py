@@ -19,9 +19,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.own_recipe import write_held
+from tests.support.own_recipe import write_held
 from worldsize.strategies.parameter_server.strategy import _warn_of_momentum
 from worldsize.strategies.train_state import TrainState
+
+pytestmark = pytest.mark.heavy
 
 REPOSITORY = Path(__file__).parents[3]
 DIGITS = ("recipe=digits", "steps=24", "evaluate_every=10", "cluster.threads=1")

@@ -35,6 +35,8 @@ from worldsize.strategies.parameter_server.standby import Succession
 from worldsize.strategies.train_state import TrainState
 from worldsize.world.fork import ready_to_fork
 
+pytestmark = pytest.mark.heavy
+
 CELLS = 8
 LEASE = 3600.0  # seconds; a killed server is detected by its closed connection, whatever the lease
 PATIENCE = 120.0

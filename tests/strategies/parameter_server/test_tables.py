@@ -21,6 +21,8 @@ from worldsize.data.loader import drawn
 from worldsize.data.order import Order
 from worldsize.strategies.parameter_server.row_tables import find_tables, initial_rows
 
+pytestmark = pytest.mark.heavy
+
 WORDS = ("recipe=word2vec", "recipe.dim=16", "recipe.min_count=20", "batch_size=96", "steps=8", "cluster.threads=1")
 MOVING = ("schedule=cosine", "schedule.steps=8")  # a schedule that does not depend on the run's length
 ELASTIC = (*MOVING, "reproducibility=elastic", "logical_ranks=4", "evaluate_every=5", "seed=3")

@@ -19,7 +19,7 @@ ELASTIC = (*WORDS, "reproducibility=elastic", "logical_ranks=4")
 SERVER = "strategy=parameter_server"
 TWO = (SERVER, "strategy.servers=2", "cluster.processes=4")  # ranks 0 and 1 serve
 CLIPPED = ("clip_norm=0.3", "nonfinite=skip")
-pytestmark = pytest.mark.timeout(900)  # a test starts several runs
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]  # a test starts several runs
 
 
 @pytest.fixture(autouse=True)

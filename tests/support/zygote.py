@@ -1,6 +1,6 @@
 """Fork one child per request from a process that has done its imports, so that tests need not wait for them.
 
-``zygote.py SOCKET``: each connection is one request, see :mod:`tests.warm`, which is the other end. The child gets the
+``zygote.py SOCKET``: each connection is one request, see :mod:`tests.support.warm`, the other end. The child gets the
 arguments, working directory, environment, standard streams and namespaces of the client, as if it had been started
 there. It dies with the connection and gets every signal number that comes over it; its exit code is sent back.
 """

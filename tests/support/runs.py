@@ -1,0 +1,205 @@
+"""Real runs of train.py and of the commands, each in a folder of its own: fixtures and what they return."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import warm
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run of train.py."""
+
+    code: int
+    output: str
+    error: str
+    folder: Path | None
+
+    def json(self, name: str) -> Any:
+        assert self.folder is not None, self.error
+        return json.loads((self.folder / name).read_text())
+
+    def steps(self) -> list[dict[str, Any]]:
+        assert self.folder is not None, self.error
+        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if line["event"] == "step"]
+
+
+Train = Callable[..., Run]
+Once = Callable[[str, Callable[[Path], None]], Path]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Return the test's environment without a wandb key, so that nothing leaves the machine."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    return {**kept, "WANDB_MODE": "offline", "COLUMNS": "120", **changes}
+
+
+def folders(root: Path) -> list[Path]:
+    """Return the folders of all runs below ``root``, while others may write and remove checkpoints there."""
+    return sorted(Path(folder) for folder, _, files in os.walk(root) if "run_manifest.json" in files)
+
+
+@dataclass(frozen=True)
+class Done:
+    """Exit code and output of a command that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture(scope="session")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """``command("train", "steps=3", cwd=..., environment=...)`` runs worldsize in a process of its own.
+
+    Argument ``python`` is the interpreter that the command starts other processes with.
+    """
+
+    def run(
+        *arguments: str,
+        cwd: Path,
+        environment: Mapping[str, str],
+        timeout: float = 240.0,
+        python: str | Path = sys.executable,
+    ) -> Done:
+        folder = tmp_path_factory.mktemp("command")
+        output, error = folder / "stdout", folder / "stderr"
+        with Path(os.devnull).open() as nothing, output.open("wb") as first, error.open("wb") as second:
+            line = warm.ask(
+                os.environ[warm.ZYGOTE],
+                ["worldsize", *arguments],
+                cwd=str(cwd),
+                environment=environment,
+                streams=[nothing.fileno(), first.fileno(), second.fileno()],
+                executable=str(python),
+            )
+        with line:
+            line.settimeout(timeout)
+            code = int(line.recv(64))
+        return Done(code, output.read_text(), error.read_text())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python that has imported worldsize already, which launchers start their processes with."""
+    return warm.interpreter(tmp_path_factory.mktemp("warm"), os.environ[warm.ZYGOTE])
+
+
+@pytest.fixture(scope="session")
+def train_in(command: Command) -> Callable[[Path], Train]:
+    """``train_in(folder)`` is a ``train`` that trains in ``folder``, for runs that several tests look at."""
+
+    def at(folder: Path) -> Train:
+        def run(*arguments: str, logger: str = "none", python: str | Path = sys.executable, **changes: str) -> Run:
+            before = set(folders(folder / "runs"))
+            words = ("train", f"logger={logger}", *arguments)
+            done = command(*words, cwd=folder, environment=environment(**changes), python=python)
+            new = [run_folder for run_folder in folders(folder / "runs") if run_folder not in before]
+            return Run(done.returncode, done.stdout, done.stderr, new[0] if new else None)
+
+        return run
+
+    return at
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """``once(name, fill)`` is a folder that ``fill(folder)`` fills, and that nobody changes then.
+
+    It is filled once for all processes of a test run, by the one that needs it first; the others wait for it.
+    """
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "once"
+
+    def filled(name: str, fill: Callable[[Path], None]) -> Path:
+        folder = root / hashlib.sha256(name.encode()).hexdigest()[:16]
+        root.mkdir(exist_ok=True)
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            complete = folder.with_suffix(".complete")
+            if not complete.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # what is left if it failed
+                folder.mkdir()
+                fill(folder)
+                complete.touch()
+        return folder
+
+    return filled
+
+
+@pytest.fixture(scope="session")
+def reference_run(train_in: Callable[[Path], Train], once: Once) -> Callable[..., Run]:
+    """``reference_run("steps=3", ...)`` is a complete run with these options, of which there is one in a test run."""
+
+    def run(*options: str, **changes: str) -> Run:
+        def fill(folder: Path) -> None:
+            trained = train_in(folder)(*options, **changes)
+            assert trained.code == 0, trained.error
+
+        (folder,) = folders(once("\n".join((*options, *changes.values())), fill))
+        return Run(0, "", "", folder)
+
+    return run
+
+
+@pytest.fixture
+def train(tmp_path: Path, train_in: Callable[[Path], Train]) -> Train:
+    """``train("steps=3", ...)`` trains in ``tmp_path`` without wandb, and waits for the end."""
+    return train_in(tmp_path)
+
+
+@pytest.fixture
+def environment_without_wandb() -> dict[str, str]:
+    return environment()
+
+
+@pytest.fixture
+def change_workers(command: Command) -> Callable[..., str]:
+    """``change_workers(folder, "add", "2")`` is what ``worldsize workers`` says of a running job; it must succeed."""
+
+    def run(folder: Path, *words: str) -> str:
+        done = command("workers", *words, "--run", str(folder), cwd=folder, environment=environment())
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def begun() -> Callable[..., Path]:
+    """``begun(root)`` waits until a run below ``root`` has logged a step after ``after``, and returns its folder."""
+    return _begun
+
+
+def _begun(root: Path, after: int = 3) -> Path:
+    deadline = time.monotonic() + 180
+    while True:
+        with suppress(FileNotFoundError):  # a folder may disappear while it is searched
+            for file in root.rglob("metrics.jsonl"):
+                lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+                if lines and json.loads(lines[-1])["step"] > after:
+                    return file.parent
+        assert time.monotonic() < deadline
+        time.sleep(0.05)  # each look walks through the folders
