@@ -21,6 +21,7 @@ from worldsize.config.optimizer_groups import check_groups, makes_optimizer, wit
 from worldsize.config.search_path import bundle, folders_of, main_conf
 from worldsize.core.limits import check_limits, hints_of
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
+from worldsize.moved import current
 from worldsize.optimizers.arguments import check_tuples
 
 T = TypeVar("T")
@@ -44,12 +45,14 @@ class Allowed:
 
     def admits(self, path: str) -> bool:
         """Return whether ``path`` may be imported; what it names must then pass :meth:`admits_object`."""
+        path = current(path)
         if path in bundled_targets() or path in self.prefixes:
             return True
         return any(not _is_private(path.removeprefix(prefix)) for prefix in self._around(path))
 
     def admits_object(self, path: str, located: Any) -> bool:
         """Return whether ``located``, which the admitted ``path`` names, is no alias of something else."""
+        path = current(path)
         if path in bundled_targets() or path in self.prefixes:
             return True
         origin = origin_of(located)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from worldsize.errors import WorldsizeError
 from worldsize.files import read_regular, replace_file
 from worldsize.record.json_schema import check
+from worldsize.moved import rename_targets
 from worldsize.strict_json import LARGEST, parse, strict
 
 SCHEMA_VERSION = 1
@@ -78,6 +79,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         text = read_regular(path, at_most=LARGEST).decode()
         if (own := _own(text)) is not None:
+            rename_targets(own.get("config"))
             return own
         manifest: dict[str, Any] = parse(text, mapping=_Fields)
         version = int(manifest["schema_version"])
@@ -96,6 +98,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{path} was edited after it was written: its digest is {digest}, it says {manifest.get('digest')}. "
             "Take the original from a copy of the run."
         )
+    rename_targets(manifest.get("config"))
     return manifest
 
 

@@ -29,7 +29,7 @@ _LONGEST = 1 << 20  # bytes of a message
 _SETTLED = 3  # the step of a membership at whose beginning all that is made once, such as DDP's buckets, is made
 _STUCK = 2.0  # seconds without computing after which a process that was told to stop is stuck
 _BUSY = 0.01  # seconds of computing in between that show that it is not
-_WAITS_FOR_PEERS = re.compile(r"(torch|worldsize)\.(?!utils\.data|engine|data|world\.)")  # modules
+_WAITS_FOR_PEERS = re.compile(r"(torch|worldsize)\.(?!utils\.data|train|data|world\.)")  # modules
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout|socket", re.IGNORECASE
 )
