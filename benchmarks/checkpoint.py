@@ -21,7 +21,7 @@ from rich.table import Table
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from elastic import Wide
-from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.format import Retention
 from worldsize.checkpoint.save import Saver
 from worldsize.core import Replica, RunContext, StateDict, World
 from worldsize.data.loader import micro_batches

@@ -28,19 +28,18 @@ from rich.console import Console
 from rich.table import Table
 
 from data_readers import PEERS, STEP, megabytes
-from worldsize.checkpoint.format import read
+from worldsize.checkpoint.format import Retention, read
 from worldsize.checkpoint.load import read_tensors
-from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.manifest_tree import join
 from worldsize.checkpoint.save import Saver
-from worldsize.checkpoint.tree import join
 from worldsize.core import World
-from worldsize.data.held_out import HeldOut
 from worldsize.data.loader import micro_batches
 from worldsize.data.mixture import Mixture, Part
 from worldsize.data.order import Order
-from worldsize.data.shuffle import Shuffle
+from worldsize.data.permutation import Shuffle
 from worldsize.data.source import Source
 from worldsize.data.sources.tokens import TokenWindows
+from worldsize.data.splits import HeldOut
 
 HERE = Path(__file__).parent
 LENGTH, BATCH, FILES = 1024, 64, 1000

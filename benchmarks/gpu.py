@@ -26,10 +26,10 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
+from worldsize.collectives.cluster_cost import whole_bytes
 from worldsize.core import Numerics, Recipe, RunContext, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
-from worldsize.dist.cost.cluster import whole_bytes
 from worldsize.plan.calibrate import calibrate
 from worldsize.strategies.single import Single
 

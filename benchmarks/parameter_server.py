@@ -33,26 +33,21 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 from links import trained_on
+from plugins.parameter_server.protocol import Operation, Peer, Sessions, shard_service
+from plugins.parameter_server.replication import ReplicationLog, SoleMastership
+from plugins.parameter_server.row_store import update_of
+from plugins.parameter_server.row_tables import RowRule, Rows, Table
+from plugins.parameter_server.server import ShardServer
+from plugins.parameter_server.shard import PushReceiver, Rule, Shard
+from plugins.parameter_server.shard_link import ShardLink
+from plugins.parameter_server.shard_master import ShardMaster
+from plugins.parameter_server.shard_parameters import ShardParameters
+from plugins.parameter_server.sharding import plan_shards
 from worldsize.core import RowValues
-from worldsize.net.certificates import Credentials, create_authority, issue_certificate
-from worldsize.net.dialer import Dialer
+from worldsize.net.credentials import Credentials, create_authority, issue_certificate
 from worldsize.net.endpoints import address_of, listen
 from worldsize.net.frames import view
-from worldsize.net.registry import Registry
-from worldsize.strategies.parameter_server.mastership import SoleMastership
-from worldsize.strategies.parameter_server.operations import Operation, shard_service
-from worldsize.strategies.parameter_server.peers import Peer
-from worldsize.strategies.parameter_server.push_receiver import PushReceiver
-from worldsize.strategies.parameter_server.replication import ReplicationLog
-from worldsize.strategies.parameter_server.row_tables import RowRule, Rows, Table
-from worldsize.strategies.parameter_server.row_updates import update_of
-from worldsize.strategies.parameter_server.server import ShardServer
-from worldsize.strategies.parameter_server.sessions import Sessions
-from worldsize.strategies.parameter_server.shard import Rule, Shard
-from worldsize.strategies.parameter_server.shard_link import ShardLink
-from worldsize.strategies.parameter_server.shard_master import ShardMaster
-from worldsize.strategies.parameter_server.shard_parameters import ShardParameters
-from worldsize.strategies.parameter_server.sharding import plan_shards
+from worldsize.net.registry import Dialer, Registry
 from worldsize.strategies.train_state import TrainState
 from worldsize.testing.hosts import running
 

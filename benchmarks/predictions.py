@@ -25,8 +25,7 @@ from worldsize.config.compose import compose_and_call
 from worldsize.config.composed import settings_of
 from worldsize.core import Link
 from worldsize.plan.advice import time_text
-from worldsize.plan.forecast import Forecast
-from worldsize.plan.predictor import Given, Predictor
+from worldsize.plan.predictor import Forecast, Given, Predictor
 from worldsize.plan.scaling import spread
 from worldsize.testing.hosts import running
 

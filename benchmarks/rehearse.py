@@ -39,13 +39,12 @@ from worldsize.config.compose import compose_and_call
 from worldsize.config.composed import settings_of
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, Role, RunContext
-from worldsize.plan.absent_peers import world_seen_by
+from worldsize.plan.dry_run import world_seen_by
 from worldsize.plan.predictor import Given, Predictor
-from worldsize.plan.rehearsal.differences import differences
 from worldsize.plan.rehearsal.exchange import SentMessages
 from worldsize.plan.rehearsal.rank import Part, data_of, rehearse_rank
-from worldsize.plan.rehearsal.ranks import rehearse
-from worldsize.plan.rehearsal.traffic import traffic
+from worldsize.plan.rehearsal.ranks import rehearse, traffic
+from worldsize.plan.rehearsal.waiting import differences
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.world.environments import Placement
 from worldsize.world.world import open_world

@@ -7,11 +7,10 @@ It traces calls in the launching process and, forked from it, in the first worke
 entered when a function of another file of worldsize calls one of its own, or goes on with a generator of its own. A
 place is a line from which a file is entered, however often that line runs: who reads along comes back once a place.
 
-It prints the files that keep the run's record (the folders app, driver and records), then all, in the order of their
-first entry, each with its places and entries; how often the manifest is read and the lock is taken; and the path: the
-files whose functions have not returned when ``fit`` is called.
+It prints all files in the order of their first entry, each with its places and entries; how often the manifest is read;
+and the path: the files whose functions have not returned when ``fit`` is called.
 
-PYTHONPATH=CLONE/framework counts another commit, whose uv.lock the environment should have.
+Start it in the clone of another commit to count that one.
 """
 
 from __future__ import annotations
@@ -26,15 +25,8 @@ import worldsize
 from worldsize.cli import main
 
 PACKAGE = f"{Path(worldsize.__file__).parent}/"
-RECORD = (
-    *("app/", "driver/", "records/"),
-    # what was in the place of records/ in commit 71666c1
-    *("run_directory.py", "observe/jsonl.py"),
-    *(f"reproducibility/{name}.py" for name in ("manifest", "owner", "lock", "redact")),
-)
 LAST = ("train/fit.py", "fit")
 READS = ("manifest.py", "read_manifest")
-LOCKS = (("lock.py", "run_lock"), ("lock.py", "__enter__"))
 entries: Counter[str] = Counter()
 calls: Counter[tuple[str, str]] = Counter()
 places: defaultdict[str, set[tuple[str | None, int]]] = defaultdict(set)
@@ -70,12 +62,10 @@ def _callers(frame: FrameType) -> Iterator[FrameType]:
 
 def report(last: FrameType) -> None:
     """Print what was counted."""
-    for title, folders in (("record", RECORD), ("all", "")):
-        rooms = [room for room in entries if room.startswith(folders)]
-        again = sum(len(places[room]) - 1 for room in rooms), sum(entries[room] - 1 for room in rooms)
-        _say(f"\n{title}: {len(rooms)} files, entered again from {again[0]} places, {again[1]} times")
-        _say("\n".join(f"  {room:40} {len(places[room]):5} {entries[room]:5}" for room in rooms))
-    _say(f"\nthe manifest is read {calls[READS]} times, the lock is taken {sum(calls[each] for each in LOCKS)} times")
+    again = sum(len(places[room]) - 1 for room in entries), sum(entries[room] - 1 for room in entries)
+    _say(f"\n{len(entries)} files, entered again from {again[0]} places, {again[1]} times")
+    _say("\n".join(f"  {room:40} {len(places[room]):5} {entries[room]:5}" for room in entries))
+    _say(f"\nthe manifest is read {calls[READS]} times")
     path = list(dict.fromkeys(_room(each) or "" for each in (last, *_callers(last))))[::-1]
     packages = dict.fromkeys(room.rpartition("/")[0] for room in path)
     _say(f"\npath: {len(path)} files in {len(packages)} packages")

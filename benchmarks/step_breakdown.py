@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
+from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import Event, Recipe, RunContext, StepDone, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.dist.step_timer import StepTimer
 from worldsize.observe.stragglers import Stragglers
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.recipes import Chain

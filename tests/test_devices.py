@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plugins.parameter_server.hybrid import HybridParameterServer
+from plugins.parameter_server.strategy import ParameterServer
 from worldsize.config.cluster import cluster_of
 from worldsize.config.shape import check_device
 from worldsize.core import Cluster, Numerics, Strategy
 from worldsize.devices import default_backend, device_count, synchronize, synchronize_stream
 from worldsize.errors import ConfigError
 from worldsize.launch.local import Local
-from worldsize.record.determinism import Determinism
-from worldsize.record.seeds import generators_kept, seed_generators
-from worldsize.strategies.parameter_server.hybrid import HybridParameterServer
-from worldsize.strategies.parameter_server.strategy import ParameterServer
+from worldsize.record.determinism import Determinism, generators_kept, seed_generators
 from worldsize.world.environments import Placement
 from worldsize.world.world import device_of
 

@@ -18,15 +18,15 @@ FRAMEWORK = Path(__file__).parents[1] / "framework" / "worldsize"
 CONF = Path(__file__).parents[1] / "conf"
 MODULES = sorted(FRAMEWORK.rglob("*.py"))
 FLOORS = (  # from the ground up: a package imports only from those before it
+    "moved",
     "errors",
     "devices",
     "messages",
     "files",
     "strict_json",
-    "spans",
     "core",
     "world",
-    "dist",
+    "collectives",
     "metrics",
     "net",
     "checkpoint",

@@ -9,7 +9,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 FILES = [path for folder in ("framework/worldsize", "plugins") for path in sorted((REPOSITORY / folder).rglob("*.py"))]
 STARTS = ("isend", "irecv", "batch_isend_irecv")
-KNOWN = ("started", "wait")  # of worldsize.dist.step_timer
+KNOWN = ("started", "wait")  # of worldsize.collectives.step_timer
 
 
 def starts(node: ast.AST) -> bool:

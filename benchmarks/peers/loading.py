@@ -76,11 +76,9 @@ def ours(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
     from worldsize.data.loader import micro_batches
     from worldsize.data.order import Order
     from worldsize.data.source import Transformed
-    from worldsize.data.sources.arrow import Arrow
-    from worldsize.data.sources.hf_datasets import HfDataset
+    from worldsize.data.sources.arrow import Arrow, HfDataset, Parquet
     from worldsize.data.sources.images import ImageFolder
     from worldsize.data.sources.json_lines import JsonLines
-    from worldsize.data.sources.parquet import Parquet
     from worldsize.data.sources.tokens import TokenWindows
     from worldsize.data.sources.webdataset import WebDataset
     from worldsize.data.storage.cache import Cache
@@ -106,7 +104,7 @@ def in_blocks(kind: str) -> dict[str, Any]:
     """Return how Parquet is shuffled: in blocks of a row group, one or eight at a time."""
     if not kind.startswith("parquet"):
         return {}
-    from worldsize.data.shuffle import Shuffle
+    from worldsize.data.permutation import Shuffle
 
     return {"shuffle": Shuffle(block=GROUP, window=8 if kind == "parquet_wide" else 1)}
 

@@ -15,7 +15,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 def main() -> None:
     """Run the ``worldsize`` command line."""
     if sys.argv[1:2] == ["agent"]:  # a scheduler may signal it while it still imports; its gang unblocks them
-        from worldsize.world.preemption import SIGNALS
+        from worldsize.world.processes import SIGNALS
 
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     with _ends_at_once():

@@ -1,4 +1,7 @@
-"""Speaks to the user on standard error: log records of worldsize's modules, a line each; refusals; questions."""
+"""Messages to the user on standard error: log records of worldsize's modules, a line each; refusals; questions.
+
+Also formats values for people: durations, sizes, and lists of ranks. Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ import select
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import TYPE_CHECKING, TextIO, final
 
 from worldsize.errors import WorldsizeError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
+
 
 CONFIG_ERROR = 2  # exit code of what cannot run as it is configured
 FIRST_LOST = 76  # exit code of a host's agent that has lost the first host
@@ -201,3 +206,23 @@ def _is_closed(stream: TextIO) -> bool:
     poll = select.poll()
     poll.register(number, 0)
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Name ranks for people: "rank 5", "ranks 0-4, 6-63"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Abbreviate ranks: "0-3, 8", or "0, 8 .. 56" at equal distances."""
+    ordered = sorted(ranks)
+    distances = {after - before for before, after in pairwise(ordered)}
+    if len(ordered) > 3 and len(distances) == 1 and distances != {1}:
+        return f"{ordered[0]}, {ordered[1]} .. {ordered[-1]}"
+    texts, first = [], 0
+    for place in range(1, len(ordered) + 1):
+        if place == len(ordered) or ordered[place] != ordered[place - 1] + 1:
+            start, end = ordered[first], ordered[place - 1]
+            texts.append(f"{start}" if start == end else f"{start}-{end}")
+            first = place
+    return ", ".join(texts)

@@ -1,4 +1,4 @@
-"""Earlier names of modules: recorded runs and plugins that name them work for one more release, plugins with a warning."""
+"""Earlier names of modules, for one more release: in recorded runs, and with a warning in plugins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,56 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-MOVED: Mapping[str, str] = {}  # the module's name now, by its earlier one
+MOVED: Mapping[str, str] = {  # the name that a module has now, by the one that it had
+    "worldsize.checkpoints": "worldsize.checkpoint",
+    "worldsize.checkpoints.format": "worldsize.checkpoint.format",
+    "worldsize.checkpoints.load": "worldsize.checkpoint.load",
+    "worldsize.checkpoints.retention": "worldsize.checkpoint.format",
+    "worldsize.checkpoints.save": "worldsize.checkpoint.save",
+    "worldsize.collectives.codecs": "worldsize.collectives.reductions",
+    "worldsize.collectives.gathered": "worldsize.collectives.ordered",
+    "worldsize.core.image": "worldsize.core.cluster",
+    "worldsize.core.multi_update": "worldsize.core.recipe_kinds",
+    "worldsize.cost": "worldsize.collectives.cost",
+    "worldsize.cost.cluster": "worldsize.collectives.cluster_cost",
+    "worldsize.data.fetch": "worldsize.data.batches",
+    "worldsize.data.packing": "worldsize.data.sources.documents",
+    "worldsize.data.sources.hf_datasets": "worldsize.data.sources.arrow",
+    "worldsize.data.sources.parquet": "worldsize.data.sources.arrow",
+    "worldsize.engine": "worldsize.train",
+    "worldsize.engine.faults": "worldsize.train.faults",
+    "worldsize.launch.autoscale_policies": "worldsize.launch.autoscale",
+    "worldsize.metrics.concatenated": "worldsize.metrics",
+    "worldsize.metrics.torchmetrics": "worldsize.metrics",
+    "worldsize.records": "worldsize.record",
+    "worldsize.records.run_directory": "worldsize.record.run_directory",
+    "worldsize.reproducibility": "worldsize.record",
+    "worldsize.reproducibility.determinism": "worldsize.record.determinism",
+    "worldsize.reproducibility.seeds": "worldsize.record.determinism",
+    "worldsize.strategies.all_reduce_reducer": "worldsize.strategies.ddp_reducers",
+    "worldsize.strategies.alone": "worldsize.strategies.synchronous",
+    "worldsize.strategies.parameter_server": "plugins.parameter_server",
+    "worldsize.strategies.parameter_server.hybrid": "plugins.parameter_server.hybrid",
+    "worldsize.strategies.parameter_server.strategy": "plugins.parameter_server.strategy",
+    "worldsize.strategies.periodic.cost": "worldsize.strategies.periodic",
+    "worldsize.strategies.periodic.exchange": "worldsize.strategies.periodic_exchange",
+    "worldsize.strategies.periodic.fragment": "worldsize.strategies.periodic_exchange",
+    "worldsize.strategies.periodic.parameters": "worldsize.strategies.periodic",
+    "worldsize.strategies.periodic.replica": "worldsize.strategies.periodic",
+    "worldsize.strategies.periodic.rounds": "worldsize.strategies.periodic",
+    "worldsize.strategies.periodic.strategy": "worldsize.strategies.periodic",
+    "worldsize.testing.leaks": "worldsize.testing.runs",
+    "worldsize.transport": "worldsize.net",
+    "worldsize.transport.certificates": "worldsize.net.credentials",
+    "worldsize.transport.channel": "worldsize.net.channel",
+    "worldsize.transport.connection_server": "worldsize.net.endpoints",
+    "worldsize.transport.dialer": "worldsize.net.registry",
+    "worldsize.transport.endpoints": "worldsize.net.endpoints",
+    "worldsize.transport.frames": "worldsize.net.frames",
+    "worldsize.transport.refusals": "worldsize.net.agent_connection",
+    "worldsize.transport.registry": "worldsize.net.registry",
+    "worldsize.transport.shared_memory": "worldsize.net.frames",
+}
 
 
 def current(path: str) -> str:

@@ -6,13 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Annotated, final
 
 from worldsize.core import Cluster, Cost, Range, Recipe, Workload, World
-from worldsize.strategies.periodic.cost import averaging_cost
-from worldsize.strategies.periodic.exchange import Exact
-from worldsize.strategies.periodic.fragment import Fragment
-from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
-from worldsize.strategies.periodic.replica import OuterOptimizer
-from worldsize.strategies.periodic.rounds import OuterMomentum, OuterRate, Rounds
-from worldsize.strategies.periodic.strategy import PeriodicSyncStrategy
+from worldsize.strategies.periodic import (
+    OuterMomentum,
+    OuterOptimizer,
+    OuterRate,
+    PeriodicSyncStrategy,
+    Rounds,
+    averaged_buffers,
+    averaging_cost,
+    trained_parameters,
+)
+from worldsize.strategies.periodic_exchange import Exact, Fragment
 from worldsize.strategies.train_state import OptimizedModel
 
 

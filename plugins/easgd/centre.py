@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from worldsize.errors import WorldsizeError
-from worldsize.net.certificates import Credentials
+from worldsize.net.agent_connection import RefusalLog
 from worldsize.net.channel import Channel, LostError
+from worldsize.net.credentials import Credentials
 from worldsize.net.endpoints import accept_channel, accept_join
 from worldsize.net.frames import CommonOperation, Header, RefusedError, tensor_frame, view
-from worldsize.net.refusals import RefusalLog
 
 _HANDSHAKE = 10.0  # seconds
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugins.easgd.centre import Link
+from worldsize.collectives.per_rank import local_row, stack_per_rank
+from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult, World
-from worldsize.dist.per_rank import local_row, stack_per_rank
-from worldsize.dist.step_timer import phase
 from worldsize.strategies.model_replica import ModelReplica
-from worldsize.strategies.periodic.exchange import Exact, flat, mean_of, split_like
-from worldsize.strategies.periodic.parameters import averaged_buffers, frozen_parameters, trained_parameters
+from worldsize.strategies.periodic import averaged_buffers, frozen_parameters, trained_parameters
+from worldsize.strategies.periodic_exchange import Exact, flat, mean_of, split_like
 
 _HOST = torch.device("cpu")
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from plugins.easgd.centre import Centre, Link, Operation, joined
 from plugins.easgd.replica import ElasticReplica
+from worldsize.collectives.cluster_cost import across, served_bytes, served_seconds, whole_bytes
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -25,14 +26,12 @@ from worldsize.core import (
     Strategy,
     Workload,
 )
-from worldsize.dist.cost.cluster import across, served_bytes, served_seconds, whole_bytes
-from worldsize.net.certificates import Credentials, create_authority, issue_certificate
-from worldsize.net.dialer import Dialer
+from worldsize.net.credentials import Credentials, create_authority, issue_certificate
 from worldsize.net.endpoints import address_of, listen
-from worldsize.net.registry import Registry
+from worldsize.net.registry import Dialer, Registry
 from worldsize.record.run_directory import private
-from worldsize.strategies.alone import alone
-from worldsize.strategies.periodic.parameters import trained_parameters
+from worldsize.strategies.periodic import trained_parameters
+from worldsize.strategies.synchronous import alone
 from worldsize.strategies.wrapping import refuse_complex
 
 _SERVICE, _CENTRE = "centre", "centre-0"

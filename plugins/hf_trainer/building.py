@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from worldsize.core import ConfigError
-from worldsize.record.seeds import generators_kept
+from worldsize.record.determinism import generators_kept
 
 # accelerate takes a process with one of these for one of several, and would make process groups of its own
 _PLACES = (

@@ -17,7 +17,7 @@ from plugins.lightning_module.hooks import base_of
 from worldsize.config.instantiate import described_failure
 from worldsize.core import ConfigError
 from worldsize.errors import neighbours
-from worldsize.record.seeds import generators_kept, seed_generators
+from worldsize.record.determinism import generators_kept, seed_generators
 
 
 def no_datamodule() -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from plugins.lightning_module.positions import RunValues
 from worldsize.core import ConfigError
-from worldsize.data.fetch import is_iterable
+from worldsize.data.batches import is_iterable
 
 
 @final

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.core import ConfigError, StateMetric, StateReduction
-from worldsize.metrics.torchmetrics import TorchMetric
+from worldsize.metrics import TorchMetric
 
 _LONGEST = 200  # bytes of a logged name
 _NAME = "logged name"  # the part of a state that has it

@@ -24,7 +24,7 @@ from plugins.lightning_module.positions import Positions, RunValues
 from plugins.lightning_module.stand_in import RunFacts
 from plugins.lightning_module.step_module import StepModule
 from worldsize.core import ConfigError
-from worldsize.data.fetch import is_iterable
+from worldsize.data.batches import is_iterable
 
 _LOADERS = {"validation": "val_dataloader", "test": "test_dataloader"}
 _TRANSFERS = ("on_before_batch_transfer", "on_after_batch_transfer")

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from worldsize.core import Cluster, Cost, Recipe, Workload, World
-from worldsize.strategies.periodic.cost import averaging_cost
-from worldsize.strategies.periodic.exchange import Exact, beside, flat, split_like
-from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
-from worldsize.strategies.periodic.replica import OuterOptimizer
-from worldsize.strategies.periodic.strategy import PeriodicSyncStrategy
+from worldsize.strategies.periodic import (
+    OuterOptimizer,
+    PeriodicSyncStrategy,
+    averaged_buffers,
+    averaging_cost,
+    trained_parameters,
+)
+from worldsize.strategies.periodic_exchange import Exact, beside, flat, split_like
 from worldsize.strategies.train_state import OptimizedModel
 
 OptimizerState = Literal["local", "mean", "zero"]

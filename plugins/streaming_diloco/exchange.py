@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugins.streaming_diloco.e3m0 import BLOCK, decode, encode, size
-from worldsize.dist.ordered import sum_level
-from worldsize.dist.step_timer import started, wait
-from worldsize.strategies.periodic.exchange import Begun, Exchange
+from worldsize.collectives.ordered import sum_level
+from worldsize.collectives.step_timer import started, wait
+from worldsize.strategies.periodic_exchange import Begun, Exchange
 
 
 @final

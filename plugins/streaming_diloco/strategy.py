@@ -11,13 +11,17 @@ from torch import Tensor, nn
 from plugins.streaming_diloco.e3m0 import BLOCK
 from plugins.streaming_diloco.exchange import Gathered, Scattered
 from worldsize.core import Cluster, ConfigError, Cost, Range, Recipe, Workload, World
-from worldsize.strategies.periodic.cost import averaging_cost
-from worldsize.strategies.periodic.exchange import Exact, Exchange
-from worldsize.strategies.periodic.fragment import Fragment
-from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
-from worldsize.strategies.periodic.replica import OuterOptimizer
-from worldsize.strategies.periodic.rounds import OuterMomentum, OuterRate, Rounds
-from worldsize.strategies.periodic.strategy import PeriodicSyncStrategy
+from worldsize.strategies.periodic import (
+    OuterMomentum,
+    OuterOptimizer,
+    OuterRate,
+    PeriodicSyncStrategy,
+    Rounds,
+    averaged_buffers,
+    averaging_cost,
+    trained_parameters,
+)
+from worldsize.strategies.periodic_exchange import Exact, Exchange, Fragment
 from worldsize.strategies.train_state import OptimizedModel
 
 _EXCHANGES: dict[str, type[Exchange]] = {"fp32": Exact, "e3m0_gather": Gathered, "e3m0_scatter": Scattered}

@@ -19,8 +19,8 @@ from recipes.hf_causal_lm.samples import LanguageBatch, check_source, language_b
 from recipes.hf_causal_lm.text import Bytes, Tokenizer, files_of, tokens_of
 from recipes.stdlib_lm.corpus import Windows
 from worldsize.core import ConfigError, FilePath, PretrainedWeights, Range, Recipe
-from worldsize.data.packing import IGNORED
 from worldsize.data.source import Source
+from worldsize.data.sources.documents import IGNORED
 from worldsize.errors import missing_extra
 
 _OPTIONS = {"dtype": torch.float32, "attn_implementation": "sdpa"}

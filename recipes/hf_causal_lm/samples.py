@@ -11,8 +11,8 @@ from torch.utils.data import Dataset, Subset
 
 from worldsize.core import ConfigError
 from worldsize.data.mixture import Mixture
-from worldsize.data.packing import next_tokens
 from worldsize.data.source import Source
+from worldsize.data.sources.documents import next_tokens
 from worldsize.data.sources.tokens import TokenFiles
 from worldsize.data.splits import split_source
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from worldsize.core import ConfigError
-from worldsize.data.packing import IGNORED
+from worldsize.data.sources.documents import IGNORED
 
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _BUILT = ("_sysconfigdata", "config-")  # written when Python was built: they name the machine's own folders

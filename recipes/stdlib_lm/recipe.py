@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from recipes.stdlib_lm.corpus import Windows, read, sources
 from recipes.stdlib_lm.gpt import GPT, Block, Logits, Sizes
 from worldsize.core import Range, Recipe, TensorStyle
-from worldsize.data.packing import IGNORED
+from worldsize.data.sources.documents import IGNORED
 
 
 @dataclass(frozen=True)

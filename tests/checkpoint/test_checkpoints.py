@@ -18,14 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from worldsize.checkpoint import retention
-from worldsize.checkpoint.format import COMPLETE, MANIFEST, complete, read, verify
+from worldsize.checkpoint import format
+from worldsize.checkpoint.format import COMPLETE, MANIFEST, Retention, complete, read, verify
 from worldsize.checkpoint.load import load, newest
-from worldsize.checkpoint.retention import Retention
-from worldsize.checkpoint.safetensors import read_entries
+from worldsize.checkpoint.manifest_tree import join, split
+from worldsize.checkpoint.safetensors import DTYPES, read_entries
 from worldsize.checkpoint.save import Saver
-from worldsize.checkpoint.shards import DTYPES
-from worldsize.checkpoint.tree import join, split
 from worldsize.core import StateDict, World
 from worldsize.errors import CheckpointError, ConfigError, OtherSchemaError, SaveFailedError
 from worldsize.strategies.schedules import Schedule
@@ -412,7 +410,7 @@ def test_a_value_that_is_neither_a_tensor_nor_plain_data_is_refused_by_name() ->
 )
 def test_retention_keeps_the_last_the_spaced_and_the_best(tmp_path: Path, keep: Retention, left: list[int]) -> None:
     alone(lambda world: saved(tmp_path, world, 1, 2, 3, 4, 5, 6))
-    retention.apply(keep, complete(tmp_path)[-1], lambda _: None)
+    format.apply(keep, complete(tmp_path)[-1], lambda _: None)
     assert [read(path).step for path in complete(tmp_path)] == left
     assert {path.name[:5] for path in tmp_path.iterdir()} == {"step_"}
 

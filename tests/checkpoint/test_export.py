@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from worldsize.checkpoint.export import SelectedWeights, published, write_safetensors, write_torch
-from worldsize.checkpoint.format import complete, read
-from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.format import Retention, complete, read
 from worldsize.checkpoint.safetensors import read_entries
 from worldsize.checkpoint.save import Saver
 from worldsize.checkpoint.weights import INDEX, CheckpointWeights, open_weights, source_of

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.interruption import end_gang_soon
-from worldsize.checkpoint import peers
-from worldsize.checkpoint.peers import receive_state, send_state
+from worldsize.checkpoint import copies
+from worldsize.checkpoint.copies import receive_state, send_state
 from worldsize.core import World
 from worldsize.testing.worlds import run_in_worlds
 
@@ -29,7 +29,7 @@ def state(seed: int) -> dict[str, Any]:
 
 def exchanged(world: World, most: int) -> tuple[bool, int]:
     """Let rank 1 send its state to the others; return whether it has arrived, and how many messages carry it."""
-    peers._MESSAGE = most
+    copies._MESSAGE = most
     assert world.group is not None
     expected, sent = state(7), {"skipped": 3}
     if world.rank == 1:
@@ -44,7 +44,7 @@ def exchanged(world: World, most: int) -> tuple[bool, int]:
     ]
     same = all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
     forms = [(str(number), other.dtype, tuple(other.shape)) for number, (_, other) in enumerate(pairs)]
-    return same and received["lr"] == expected["lr"] and facts == sent, len([*peers._messages(forms)])
+    return same and received["lr"] == expected["lr"] and facts == sent, len([*copies._messages(forms)])
 
 
 @pytest.mark.parametrize(("most", "messages"), [(1 << 20, 4), (200, 5), (1, 7)])

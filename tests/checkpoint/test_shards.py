@@ -21,17 +21,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from worldsize.checkpoint.format import COMPLETE, MANIFEST, complete, read, verify
+from worldsize.checkpoint.format import COMPLETE, MANIFEST, Retention, complete, read, verify
 from worldsize.checkpoint.load import load
-from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.manifest_tree import split
+from worldsize.checkpoint.safetensors import DTYPES
 from worldsize.checkpoint.save import Saver
-from worldsize.checkpoint.shards import DTYPES
-from worldsize.checkpoint.tree import split
 from worldsize.checkpoint.weights import CheckpointWeights, open_weights
+from worldsize.collectives.gather_full import gather_full
 from worldsize.core import RunContext, StateDict, Strategy, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.dist.gather_full import gather_full
 from worldsize.errors import CheckpointError
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP

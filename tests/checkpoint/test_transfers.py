@@ -10,12 +10,19 @@ from itertools import product
 import pytest
 import torch
 
+from worldsize.checkpoint.manifest_tree import Box
 from worldsize.checkpoint.pieces import Held, Layout, Place
-from worldsize.checkpoint.placements import Piece, TensorPlacement, inventory_of, placements_of
+from worldsize.checkpoint.placements import (
+    Piece,
+    TensorPlacement,
+    Transfer,
+    handed_to,
+    inventory_of,
+    placements_of,
+    transfers_of,
+)
 from worldsize.checkpoint.recovery import _newest_complete, _Offer
-from worldsize.checkpoint.shards import slices_in
-from worldsize.checkpoint.transfers import Transfer, handed_to, transfers_of
-from worldsize.checkpoint.validation import Box
+from worldsize.checkpoint.safetensors import slices_in
 from worldsize.errors import CheckpointError
 
 Sharding = Callable[[str, int, int], Sequence[Box]]  # the parts of a table that a rank of so many holds

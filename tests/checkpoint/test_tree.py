@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from worldsize.checkpoint.tree import join, split
+from worldsize.checkpoint.manifest_tree import join, split
 from worldsize.errors import CheckpointError
 
 NUMBERS: list[tuple[Any, bool | int | float | str]] = [

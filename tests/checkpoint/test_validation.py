@@ -17,12 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from worldsize.checkpoint.format import COMPLETE, MANIFEST, read
+from worldsize.checkpoint.format import COMPLETE, MANIFEST, Retention, read
 from worldsize.checkpoint.load import load, newest
-from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.manifest_tree import Box, check_encoded, covers_exactly, split
 from worldsize.checkpoint.save import Saver
-from worldsize.checkpoint.tree import check_encoded, split
-from worldsize.checkpoint.validation import Box, covers_exactly
 from worldsize.core import World
 from worldsize.errors import CheckpointError
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from tests.support.runs import Command, Run, environment
 from worldsize.cli import export
-from worldsize.record.digest import state_digest, tensor_digests
+from worldsize.record.determinism import state_digest, tensor_digests
 from worldsize.record.run_record import RunView, view
 
 pytestmark = pytest.mark.heavy

@@ -14,7 +14,7 @@ import pytest
 
 from tests.observe.run_folders import write_run
 from worldsize.cli import keep_operators
-from worldsize.launch.hints import needs_uv
+from worldsize.launch.restarts import needs_uv
 from worldsize.messages import until_output_closes
 
 

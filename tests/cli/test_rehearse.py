@@ -14,9 +14,9 @@ import pytest
 
 from worldsize.cli.rehearse import _show
 from worldsize.plan.rehearsal.calls import Call
-from worldsize.plan.rehearsal.groups import Group
+from worldsize.plan.rehearsal.memory import Peak
+from worldsize.plan.rehearsal.operators import Group
 from worldsize.plan.rehearsal.rank import Rehearsed
-from worldsize.plan.rehearsal.storage_log import Peak
 
 pytestmark = pytest.mark.heavy
 

@@ -13,7 +13,7 @@ from tests.observe.run_folders import write_run
 from worldsize.cli import _call
 from worldsize.errors import WorldsizeError
 from worldsize.observe.report.page import page
-from worldsize.record.checkout import checked_out, read_patch
+from worldsize.record.code import checked_out, read_patch
 from worldsize.record.run_directory import RunDirectory, runs_below
 from worldsize.record.run_record import opened, view
 

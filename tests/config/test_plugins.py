@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from worldsize.config import installed as module
-from worldsize.config.catalogue import options, plugins, used
+from worldsize.config import search_path as module
 from worldsize.config.compose import compose_and_call
-from worldsize.config.installed import installed
 from worldsize.config.instantiate import Allowed, bundled_targets, resolve
-from worldsize.config.search_path import check_unique, config_folders
+from worldsize.config.search_path import check_unique, config_folders, installed, options, plugins, used
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.record.plugins import check_kept, digest_of, keep
+from worldsize.record.inputs import check_kept, digest_of, keep
 
 YAML = "# What it does\n_target_: {target}\n"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.strategies.parameter_server import players
+from tests.plugins.parameter_server import players
 from tests.support.outcome import outcome
 
 pytestmark = pytest.mark.heavy

@@ -17,8 +17,8 @@ from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.cases import CASES
-from worldsize.testing.gradient_loops import Experts
 from worldsize.testing.loops import Case, faults, outcomes
+from worldsize.testing.loss_loops import Experts
 
 pytestmark = pytest.mark.heavy
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from plugins.parameter_server.hybrid import HybridParameterServer
+from plugins.parameter_server.strategy import ParameterServer
 from tests.contract.test_loops import COPIES
 from worldsize.core import Cluster, ConfigError, RunContext, Strategy
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
-from worldsize.strategies.parameter_server.hybrid import HybridParameterServer
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.contract import StrategyContract, assert_close
-from worldsize.testing.gradient_loops import GRADIENT_CASES
+from worldsize.testing.loss_loops import GRADIENT_CASES
 from worldsize.testing.training import STEPS, reference, train
 from worldsize.testing.worlds import run_in_worlds
 
@@ -62,7 +62,7 @@ class TestPowerSGD(Held):
     cases = GRADIENT_CASES
 
 
-@pytest.mark.slow  # the gate has tests/dist/test_sparse.py: the algorithm, and the bits of a resumed run
+@pytest.mark.slow  # the gate has tests/collectives/test_sparse.py: the algorithm, and the bits of a resumed run
 class TestTopK(Held):
     strategy = DDP(compress="topk", density=0.25, bucket_mb=0.001)
     sizes = (3,)

@@ -19,11 +19,9 @@ from pyarrow import feather, ipc, parquet
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 
 from worldsize.data.source import FileSource
-from worldsize.data.sources.arrow import Arrow
-from worldsize.data.sources.hf_datasets import HfDataset
+from worldsize.data.sources.arrow import Arrow, HfDataset, Parquet
 from worldsize.data.sources.images import ImageFolder
 from worldsize.data.sources.json_lines import JsonLines
-from worldsize.data.sources.parquet import Parquet
 from worldsize.data.sources.webdataset import WebDataset
 from worldsize.data.storage.cache import Cache
 

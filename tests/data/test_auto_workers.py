@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from worldsize.core import DataWorkersChanged
-from worldsize.data.auto_workers import AutoWorkers, settling_steps
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
-from worldsize.data.worker_loader import loaded_by
+from worldsize.data.worker_loader import AutoWorkers, loaded_by, settling_steps
 
 CPU = torch.device("cpu")
 Times = Callable[[int], tuple[float, float]]  # the seconds of wait and of the rest with so many workers

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from worldsize.config.compose import compose_only
-from worldsize.data.balanced import Balanced
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Balanced, Order, logical_ranks_of
 from worldsize.errors import ConfigError
 from worldsize.launch.execute import checked
 

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from worldsize.core import MicroBatch
 from worldsize.data import loader
-from worldsize.data.copies import SideStream, copied_ahead
+from worldsize.data.batches import SideStream, copied_ahead
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
 

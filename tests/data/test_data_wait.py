@@ -17,8 +17,8 @@ from worldsize.data import data_wait
 from worldsize.data.data_wait import DataWait, DataWaitError, Patience, StopBetweenSteps, own_place
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
-from worldsize.data.shuffle import Shuffle
-from worldsize.data.worker_stacks import WorkerStacks
+from worldsize.data.permutation import Shuffle
+from worldsize.data.worker_process import WorkerStacks
 
 BOUND = 120.0  # seconds
 HANGS = multiprocessing.Event()  # set by the process that hangs

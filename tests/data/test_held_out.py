@@ -8,8 +8,8 @@ from typing import Any, final
 
 import pytest
 
-from worldsize.data.held_out import HeldOut
 from worldsize.data.source import Source
+from worldsize.data.splits import HeldOut
 
 
 @final

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from worldsize.core import Batch, ConfigError, Recipe, World
-from worldsize.data.evaluation import evaluation_batches
-from worldsize.data.fetch import collate_of
-from worldsize.data.loader import micro_batches
+from worldsize.data.batches import collate_of
+from worldsize.data.loader import evaluation_batches, micro_batches
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.port import PortConfig, same_losses
 

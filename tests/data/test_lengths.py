@@ -20,11 +20,9 @@ from worldsize.data.loader import micro_batches
 from worldsize.data.mixture import Mixture, Part
 from worldsize.data.order import Order
 from worldsize.data.source import Source, Transformed
-from worldsize.data.sources.arrow import Arrow
+from worldsize.data.sources.arrow import Arrow, HfDataset, Parquet
 from worldsize.data.sources.documents import PackedDocuments
-from worldsize.data.sources.hf_datasets import HfDataset
 from worldsize.data.sources.json_lines import JsonLines
-from worldsize.data.sources.parquet import Parquet
 from worldsize.data.sources.tables import TableSource
 from worldsize.data.splits import split_source
 from worldsize.data.storage.byte_files import SampleError

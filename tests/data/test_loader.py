@@ -14,9 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from worldsize.core import World
-from worldsize.data.evaluation import evaluation_batches
-from worldsize.data.fetch import collate_of
-from worldsize.data.loader import micro_batches
+from worldsize.data.batches import collate_of
+from worldsize.data.loader import evaluation_batches, micro_batches
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.errors import ConfigError
 from worldsize.testing.recipes import Chain

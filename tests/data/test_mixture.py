@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from worldsize.core import ConfigError
-from worldsize.data.held_out import HeldOut
 from worldsize.data.loader import micro_batches
 from worldsize.data.mixture import Mixture, Part, mixture
 from worldsize.data.order import Order, epoch_length, logical_ranks_of
-from worldsize.data.shuffle import Shuffle
+from worldsize.data.permutation import Shuffle
 from worldsize.data.source import Source, Transformed
-from worldsize.data.splits import split_source
+from worldsize.data.splits import HeldOut, split_source
 
 CPU = torch.device("cpu")
 

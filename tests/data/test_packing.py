@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from worldsize.data.packing import IGNORED, best_fit, next_tokens, packed, pieces_of
+from worldsize.data.sources.documents import IGNORED, best_fit, next_tokens, packed, pieces_of
 
 lengths_of_documents = st.lists(st.integers(0, 40), min_size=1, max_size=60)
 

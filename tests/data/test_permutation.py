@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from worldsize.data.order import Order
 from worldsize.data.permutation import ORDER, enciphered, permuted
-from worldsize.record.seeds import stream
+from worldsize.record.determinism import stream
 
 BILLION = 10**9
 Indices = NDArray[numpy.int64]

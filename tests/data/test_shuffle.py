@@ -10,8 +10,7 @@ import numpy
 import pytest
 
 from worldsize.data.order import Order
-from worldsize.data.permutation import permuted_at
-from worldsize.data.shuffle import Shuffle
+from worldsize.data.permutation import Shuffle, permuted_at
 
 BILLION = 10**9
 

@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from tests.data.formats import FORMATS, opened
-from worldsize.data.held_out import HeldOut
 from worldsize.data.loader import _Fetcher, micro_batches
 from worldsize.data.mixture import Mixture, Part
 from worldsize.data.order import Order
-from worldsize.data.reader_process import worker_context
 from worldsize.data.source import Source, Transformed
 from worldsize.data.sources.documents import DocumentWindows, PackedDocuments
 from worldsize.data.sources.tokens import TokenWindows
+from worldsize.data.splits import HeldOut
 from worldsize.data.storage.cache import Cache
+from worldsize.data.worker_process import worker_context
 from worldsize.errors import ConfigError
 
 TOKENS: dict[str, Callable[..., Any]] = {

@@ -14,15 +14,14 @@ import torch
 from pyarrow import parquet
 
 from worldsize.core import World
-from worldsize.data.evaluation import evaluation_batches
+from worldsize.data.loader import evaluation_batches
 from worldsize.data.mixture import Mixture, Part
 from worldsize.data.source import Source, Transformed, with_stand_ins
+from worldsize.data.sources.arrow import Parquet
 from worldsize.data.sources.json_lines import JsonLines
-from worldsize.data.sources.parquet import Parquet
 from worldsize.data.splits import split_source
-from worldsize.data.storage.byte_files import SampleError
+from worldsize.data.storage.byte_files import COUNTS, SampleError
 from worldsize.data.storage.cache import Cache
-from worldsize.data.storage.read_counts import COUNTS
 
 SAMPLES, BAD = 5000, range(1000, 1400)
 

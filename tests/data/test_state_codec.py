@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from worldsize.data.state_codec import decode, encode
+from worldsize.data.stream_state import decode, encode
 from worldsize.errors import CheckpointError, ConfigError
 
 keys = st.one_of(

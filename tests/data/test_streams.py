@@ -16,8 +16,7 @@ from torch import Tensor
 
 from tests.data.foreign import DIVIDED, SAMPLES, STATEFUL, WHOLE, Plain, Sharded, loader, row, table
 from tests.support.own_recipe import write_recipe
-from worldsize.checkpoint.format import Checkpoint, read
-from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.format import Checkpoint, Retention, read
 from worldsize.checkpoint.save import Saver
 from worldsize.core import ConfigError, ShardedStream, StatefulStream, World
 from worldsize.data.loader import micro_batches

@@ -12,12 +12,12 @@ from typing import Any
 import numpy
 import pytest
 
-from worldsize.data.prepare.folder import Preparation
-from worldsize.data.prepare.tokenizer import Tokenizer
+from worldsize.data.preparation import Preparation
 from worldsize.data.sources.documents import DocumentWindows, PackedDocuments
 from worldsize.data.sources.tokens import TokenWindows
 from worldsize.data.storage.byte_files import SampleError
 from worldsize.data.storage.cache import Cache
+from worldsize.data.texts import Tokenizer
 from worldsize.errors import ConfigError, WorldsizeError
 
 LENGTH = 16

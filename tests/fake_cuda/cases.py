@@ -107,9 +107,9 @@ class Wait:
 
 # a run has 2 first steps, 2 other steps, 3 logged lines, an evaluation, a save and a load
 _STEPS, _STATE = {"first steps": 2, "step": 2}, {"save": 2, "load": 2}
-_METRICS = "dist/exact.py reduce_metrics of metrics/collector.py MetricCollector.reduce"
-_AGREES = "strategies/unit_order.py UnitOrder._agrees_at_once"
-_GATHERED = "dist/exact.py start_all_gather.result of"
+_METRICS = "collectives/exact.py reduce_metrics of metrics.py MetricCollector.reduce"
+_AGREES = "strategies/unit_collectives.py UnitOrder._agrees_at_once"
+_GATHERED = "collectives/exact.py start_all_gather.result of"
 _TO_HOST, _FROM_HOST = "copy to the host", "copy from the host"
 _LOGGED = "a logged line waits once for all its numbers"
 _MESH = "ranks of a part of a mesh have no group of gloo"
@@ -124,7 +124,7 @@ _COMPARED = {  # ranks compare their first step, pass by pass, by recipe and mic
     ("norms", 2): 9,
 }
 WAITS = (
-    Wait("", f"dist/exact.py _on_host of {_METRICS}", _TO_HOST, {"evaluation": 1}, "metrics are of the host"),
+    Wait("", f"collectives/exact.py _on_host of {_METRICS}", _TO_HOST, {"evaluation": 1}, "metrics are of the host"),
     Wait("^strategy=single ", "train/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
     Wait("^strategy=(?!single )", f"{_GATHERED} train/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
     Wait("nonfinite=skip", "core/numerics.py Numerics.skips", "item", _STEPS, "the host decides whether to take it"),
@@ -135,22 +135,22 @@ WAITS = (
     Wait(" fp16 ", "strategies/model_replica.py ModelReplica.state", "item", _STATE, _SCALER),
     Wait(
         "^strategy=local_sgd .* fp16 ",
-        "strategies/periodic/replica.py _with_figures.<dictcomp>",
+        "strategies/periodic.py _with_figures.<dictcomp>",
         "item",
         _STATE,
         _SCALER,
     ),
     Wait(
         "^strategy=local_sgd .* fp16 ",
-        "strategies/periodic/replica.py PeriodicSyncReplica._of_first.<dictcomp>",
+        "strategies/periodic.py PeriodicSyncReplica._of_first.<dictcomp>",
         _FROM_HOST,
         _STATE,
         _SCALER,
     ),
-    Wait("local_sgd |diloco ", "strategies/periodic/exchange.py beside", _TO_HOST, {"save": 1, "load": 1}, _COUNTS),
+    Wait("local_sgd |diloco ", "strategies/periodic_exchange.py beside", _TO_HOST, {"save": 1, "load": 1}, _COUNTS),
     Wait(
         "optimizer_state=mean",
-        "strategies/periodic/exchange.py beside",
+        "strategies/periodic_exchange.py beside",
         _TO_HOST,
         {"first steps": 1, "step": 1},
         _COUNTS,
@@ -185,19 +185,19 @@ WAITS = (
     ),
     Wait(
         "^strategy=mesh ",
-        f"dist/exact.py start_all_reduce.result of {_METRICS}",
+        f"collectives/exact.py start_all_reduce.result of {_METRICS}",
         _TO_HOST,
         {"evaluation": 1},
         _MESH,
     ),
     Wait(
         "^strategy=mesh ",
-        f"{_GATHERED} strategies/agreed_losses.py AgreedLosses._exchange",
+        f"{_GATHERED} strategies/loss_record.py AgreedLosses._exchange",
         _TO_HOST,
         {"first steps": 1},
         _MESH,
     ),
-    Wait("OFFLOAD", "strategies/loss_weights.py scale_gradients", _TO_HOST, _STEPS, _OFFLOADED),
+    Wait("OFFLOAD", "strategies/loss_scaling.py scale_gradients", _TO_HOST, _STEPS, _OFFLOADED),
     Wait(
         "OFFLOAD",
         "strategies/unit_gradients.py _complete_last.complete",

@@ -189,7 +189,7 @@ def _attention(
 
 def _distributed() -> Sequence[Patch]:
     import worldsize.strategies.ddp as own
-    from worldsize.dist import staged
+    from worldsize.collectives import staged
 
     wrapped: Any = DistributedDataParallel._ddp_init_helper
 

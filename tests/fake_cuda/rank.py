@@ -23,22 +23,21 @@ from torch.distributed.checkpoint import state_dict_loader
 
 from tests.fake_cuda.device import GPU, believe_in_devices, faked
 from tests.fake_cuda.waits import OWN, Waits
-from worldsize.checkpoint.format import Checkpoint
+from worldsize.checkpoint.format import Checkpoint, Retention
 from worldsize.checkpoint.load import load
-from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.manifest_tree import split
 from worldsize.checkpoint.save import Saver
-from worldsize.checkpoint.tree import split
+from worldsize.collectives.per_rank import local
+from worldsize.collectives.step_timer import StepTimer
 from worldsize.config.compose import compose_only
 from worldsize.config.composed import settings_of
 from worldsize.config.settings import Settings
 from worldsize.core import EvaluationBatches, MicroBatch, Replica, RunContext, StateDict, StepResult, World
-from worldsize.data.fetch import collate_of
+from worldsize.data.batches import collate_of
 from worldsize.data.loader import micro_batches
 from worldsize.devices import backend_names
-from worldsize.dist.per_rank import local
-from worldsize.dist.step_timer import StepTimer
-from worldsize.plan.absent_peers import world_seen_by
-from worldsize.record.seeds import seed_generators
+from worldsize.plan.dry_run import world_seen_by
+from worldsize.record.determinism import seed_generators
 from worldsize.strategies.deferred.model import filled_with
 from worldsize.train.agreement import Agreement, Wishes
 from worldsize.train.averaging import AveragedReplica

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 OWN = ("/framework/worldsize/", "/plugins/", "/recipes/")
-_PASSED = ("dist/exact.py", "devices.py")  # which wait for their caller, who is named, too
+_PASSED = ("collectives/exact.py", "devices.py")  # which wait for their caller, who is named, too
 _NO_CALLERS = ("<lambda>", "<genexpr>", "<listcomp>", "__torch_function__", "_backward")
 _SIZES = (  # their results have as many rows as the values say
     torch.ops.aten.nonzero.default,

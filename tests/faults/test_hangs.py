@@ -14,11 +14,11 @@ import pytest
 
 from tests.observe.run_folders import write_run
 from tests.support.runs import Train
-from worldsize.dist import peer_wait
-from worldsize.dist.peer_wait import PEER_WAIT
-from worldsize.observe.report.hangs import hangs
+from worldsize.collectives import peer_waits
+from worldsize.collectives.peer_waits import PEER_WAIT
 from worldsize.observe.report.page import page
 from worldsize.observe.report.read import read_run
+from worldsize.observe.report.timeline import hangs
 from worldsize.record.flight import collectives_file, flight_file, hang_report, hung_processes
 from worldsize.worker import flight
 from worldsize.worker.flight import hangs_watched
@@ -180,7 +180,7 @@ def test_a_process_that_outlives_a_hang_writes_of_the_next_one_too(
         looks[0] += 1
         return []
 
-    for module in (flight, peer_wait):
+    for module in (flight, peer_waits):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(flight, "_SLOWEST", 0.01)
     monkeypatch.setattr(flight, "_collectives", look)

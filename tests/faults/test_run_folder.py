@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from tests.support.small_disk import mounted
-from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.format import Retention
 from worldsize.checkpoint.save import Saver
 from worldsize.core import Outcome, World
 from worldsize.errors import CheckpointError, RunFolderError
-from worldsize.launch.folder_watch import FolderWatch
+from worldsize.launch.interruption import FolderWatch
 from worldsize.record import run_record
 from worldsize.record.manifest import read_manifest, write_manifest
 from worldsize.record.run_directory import RunDirectory, writing
@@ -117,7 +117,7 @@ def test_a_manifest_counts_as_deleted_when_it_is_missing_twice_in_a_row(
 
 def test_the_folder_is_looked_at_once_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Path] = []
-    monkeypatch.setattr("worldsize.launch.folder_watch.is_missing", looks.append)
+    monkeypatch.setattr("worldsize.launch.interruption.is_missing", looks.append)
     (tmp_path / "manifest").touch()
     watch = FolderWatch(tmp_path / "manifest")
     begun, elapsed = time.monotonic(), [0.0]

@@ -16,11 +16,10 @@ import safetensors.torch
 import torch
 
 from tests.support.own_recipe import write_recipe
-from worldsize.checkpoint.format import STREAMS, read
+from worldsize.checkpoint.format import STREAMS, Retention, read
 from worldsize.checkpoint.load import read_tensors
-from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.manifest_tree import join
 from worldsize.checkpoint.save import Saver
-from worldsize.checkpoint.tree import join
 from worldsize.core import World
 
 pytestmark = pytest.mark.heavy

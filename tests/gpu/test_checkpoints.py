@@ -16,8 +16,8 @@ import torch.distributed as dist
 from tests.gpu.devices import CUDA, DEVICES, run_on_one_device
 from tests.gpu.test_runs import GPT
 from tests.support.runs import environment
+from worldsize.checkpoint.format import Retention
 from worldsize.checkpoint.load import load, newest
-from worldsize.checkpoint.retention import Retention
 from worldsize.checkpoint.save import Saver
 from worldsize.core import MicroBatch, RunContext, World
 from worldsize.data.loader import micro_batches

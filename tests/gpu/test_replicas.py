@@ -19,9 +19,9 @@ from worldsize.core.numerics import ActivationCheckpointing, Precision
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.record.determinism import Determinism
-from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.synchronous import alone
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.plain import plain_step
 from worldsize.testing.recipes import Chain

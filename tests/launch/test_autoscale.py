@@ -14,7 +14,7 @@ from tests.clusters.test_own_project import files_of
 from worldsize.config.shape import check_autoscale
 from worldsize.core import Autoscaler, Cluster, ConfigError, GangState, Plan, Role
 from worldsize.launch import autoscale
-from worldsize.launch.autoscale_policies import FileAutoscaler, ScheduleAutoscaler
+from worldsize.launch.autoscale import FileAutoscaler, ScheduleAutoscaler
 from worldsize.testing.importing import import_plugins
 
 CLUSTER = Cluster("laptop", nodes=1, processes=4, device="cpu", backend="gloo")

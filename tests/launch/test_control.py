@@ -25,9 +25,9 @@ from worldsize.launch import node
 from worldsize.launch.control import Control, JobState, ListedProcess, request
 from worldsize.launch.gang import Gang, Graces
 from worldsize.launch.members import LostHostError, Member, Members
-from worldsize.launch.resize import Resize
+from worldsize.launch.membership_server import Resize
 from worldsize.record.run_directory import RunDirectory
-from worldsize.world.fork import ready_to_fork
+from worldsize.world.processes import ready_to_fork
 from worldsize.world.scratch import private_folder
 
 HOSTILE = {

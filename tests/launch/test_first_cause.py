@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from worldsize.launch.first_cause import Ending, ProcessError, outcome_of
-from worldsize.world.heartbeat import Beat
-from worldsize.world.preemption import PREEMPTED
+from worldsize.world.processes import PREEMPTED, Beat
 
 
 def ending(rank: int, code: int, *, error: str | None = None, at: int = 0, step: int = 4) -> Ending:

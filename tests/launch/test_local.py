@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.own_recipe import write_recipe
-from worldsize.launch.terminal import Terminal, size_of
+from worldsize.launch.members import Terminal, size_of
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -20,11 +20,9 @@ from worldsize.errors import FirstHostLostError, WorldsizeError
 from worldsize.launch import lost_link
 from worldsize.launch.lost_link import LossPolicy, come_back, decide, is_left_behind, is_over
 from worldsize.launch.remote import RemoteHosts
-from worldsize.net.agent_connection import AgentConnection, RemoteAgent
+from worldsize.net.agent_connection import AgentConnection, Mailbox, RemoteAgent
 from worldsize.net.handshake import MessageSeal
-from worldsize.net.mailbox import Mailbox
-from worldsize.record.lock import run_lock
-from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory, run_lock
 
 PATIENCE = 0.2  # seconds, that of a host which waits for a word of the first
 _open: list[AgentConnection] = []

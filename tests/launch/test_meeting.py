@@ -20,10 +20,10 @@ import pytest
 
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.meeting import arrivals, gather, reach
-from worldsize.net import admission
+from worldsize.net import agent_connection
 from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
+from worldsize.net.credentials import RunKey, read_key, write_key
 from worldsize.net.handshake import MessageSeal, NotOfThisRunError
-from worldsize.net.run_key import RunKey, read_key, write_key
 from worldsize.world.environments import Node
 
 HERE = "127.0.0.1"
@@ -63,7 +63,7 @@ def give_up(port: int, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> Ca
     """Let the leader's patience end."""
     is_late = threading.Event()
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6 * is_late.is_set(), sleep=time.sleep)
-    monkeypatch.setattr(admission, "time", clock)
+    monkeypatch.setattr(agent_connection, "time", clock)
 
     def pass_time() -> None:
         is_late.set()
@@ -445,7 +445,7 @@ def test_hosts_come_in_while_fifty_strangers_are_silent_or_send_garbage(
 def test_the_oldest_stranger_gives_way_to_one_more_connection(
     key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "_AT_ONCE", 8)
+    monkeypatch.setattr(agent_connection, "_AT_ONCE", 8)
     leader = pool.submit(leads, key, port)
     oldest = dialed(port, opened)
     for _ in range(20):
@@ -458,7 +458,7 @@ def test_the_oldest_stranger_gives_way_to_one_more_connection(
 def test_a_stranger_that_sends_a_byte_now_and_then_is_not_heard_for_longer(
     key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "_SECONDS", 0.3)
+    monkeypatch.setattr(agent_connection, "_SECONDS", 0.3)
     leader = pool.submit(leads, key, port)
     slow = dialed(port, opened)
     slow.settimeout(0.02)
@@ -473,7 +473,7 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_not_heard_for_longer(
             break
     else:
         raise AssertionError("it was heard to the end")
-    monkeypatch.setattr(admission, "_SECONDS", 120.0)
+    monkeypatch.setattr(agent_connection, "_SECONDS", 120.0)
     opened.append(follows(key, port))
     opened += [agent.connection for agent, _ in leader.result()]
 
@@ -496,7 +496,7 @@ def test_a_host_that_was_turned_away_before_it_was_admitted_comes_again(
 
 def test_as_many_connections_as_a_large_run_has_hosts_are_heard_at_once(key: RunKey) -> None:
     with socket.create_server((HERE, 0)) as listener:
-        small, large = (admission.Admission(listener, key, range(1, n), silence=1.0) for n in (8, 1001))
+        small, large = (agent_connection.Admission(listener, key, range(1, n), silence=1.0) for n in (8, 1001))
     assert (small._at_once, large._at_once) == (256, 2000)
 
 
@@ -504,7 +504,7 @@ def test_a_first_host_without_file_descriptors_waits_and_goes_on(
     key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(admission, "_PAUSE", 0.0123)
+    monkeypatch.setattr(agent_connection, "_PAUSE", 0.0123)
     monkeypatch.setattr("time.sleep", pauses.append)
     accept, refusals = socket.socket.accept, [OSError(errno.EMFILE, os.strerror(errno.EMFILE)) for _ in range(3)]
 

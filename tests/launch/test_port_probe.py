@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from worldsize.launch.port_probe import PortProbe, probe, probe_all
+from worldsize.launch.meeting import PortProbe, probe, probe_all
 
 
 def test_a_port_that_is_open_closed_or_anothers() -> None:

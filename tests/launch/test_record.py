@@ -12,7 +12,7 @@ import pytest
 from worldsize.core import ConfigError
 from worldsize.data.permutation import ORDER
 from worldsize.launch.record import check_same
-from worldsize.record.data import fingerprint
+from worldsize.record.inputs import fingerprint
 from worldsize.record.redaction import Scrubber
 
 

@@ -23,11 +23,10 @@ from worldsize.launch.members import LostHostError, Member
 from worldsize.launch.node import Rendezvous
 from worldsize.launch.outpost import Outpost
 from worldsize.launch.remote import RemoteHosts
-from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
+from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, Mailbox, RemoteAgent
 from worldsize.net.handshake import MessageSeal
-from worldsize.net.mailbox import Mailbox
-from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.membership import receive, send
+from worldsize.world.processes import Heartbeat
 
 SILENCE = 60.0  # seconds; hosts are lost here by closed connections
 

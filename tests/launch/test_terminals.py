@@ -24,9 +24,9 @@ import pytest
 from tests.support.runs import Run
 from tests.support.small_disk import mounted
 from worldsize.errors import ConfigError
-from worldsize.launch import terminal as module
+from worldsize.launch import members as module
 from worldsize.world import scratch
-from worldsize.world.preemption import note
+from worldsize.world.processes import note
 
 REPOSITORY = Path(__file__).parents[2]
 WORDS = ("recipe=digits", "cluster.processes=2", "strategy=ddp", "cluster.threads=1", "logger=none", "log_every=1")

@@ -14,17 +14,16 @@ from torchmetrics import MaxMetric, MeanSquaredError, Metric, PearsonCorrCoef
 from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassConfusionMatrix
 from torchmetrics.functional.classification import binary_auroc
 
+from plugins.parameter_server.strategy import ParameterServer
+from worldsize.collectives.exact import gather_tensors
 from worldsize.core import Cluster, ConfigError, RunContext, StateMetric, Strategy, World
-from worldsize.data.evaluation import evaluation_batches
-from worldsize.dist.exact import gather_tensors
-from worldsize.metrics.concatenated import Concatenated
-from worldsize.metrics.torchmetrics import TorchMetric
+from worldsize.data.loader import evaluation_batches
+from worldsize.metrics import Concatenated, TorchMetric
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
-from worldsize.testing.evaluation import evaluate
+from worldsize.testing.plain import evaluate
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from worldsize.errors import ConfigError
 from worldsize.net import signing
-from worldsize.net.certificates import Credentials, create_authority, issue_certificate
 from worldsize.net.channel import Channel, LostError
+from worldsize.net.credentials import Credentials, create_authority, issue_certificate
 from worldsize.net.endpoints import accept_channel, address_of, connect, listen
 from worldsize.net.frames import CommonOperation, Header, RefusedError
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from worldsize.net import connection_server
+from worldsize.net import endpoints
 from worldsize.net.channel import Channel, LostError
-from worldsize.net.connection_server import ConnectionServer
-from worldsize.net.endpoints import connect, listen
+from worldsize.net.endpoints import ConnectionServer, connect, listen
 from worldsize.net.frames import CommonOperation, Header, RefusedError
 
 
@@ -128,7 +127,7 @@ def test_a_server_goes_on_after_a_connection_for_which_there_is_no_room(
             raise failures.pop()
         return succeed(self)
 
-    monkeypatch.setattr(connection_server, "_PAUSE", 0.0)
+    monkeypatch.setattr(endpoints, "_PAUSE", 0.0)
     monkeypatch.setattr(owner, step, once_fails)
     listener = listen(f"unix:{tmp_path}/server", None)
     services = {"echo": lambda channel, facts: channel.send_message(CommonOperation.WELCOME, facts)}
@@ -149,7 +148,7 @@ def test_a_server_goes_on_after_a_connection_for_which_there_is_no_room(
 
 
 def test_the_oldest_connection_that_has_not_joined_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worldsize.net.connection_server._AT_ONCE", 4)
+    monkeypatch.setattr("worldsize.net.endpoints._AT_ONCE", 4)
     address = f"unix:{tmp_path}/server"
     listener = listen(address, None)
     ended = threading.Event()

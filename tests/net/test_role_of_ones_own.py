@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from worldsize.net.channel import Channel
-from worldsize.net.connection_server import ConnectionServer
-from worldsize.net.dialer import Dialer
+from worldsize.net.endpoints import ConnectionServer
 from worldsize.net.frames import (
     HEADER_BYTES,
     MAX_MESSAGE_BYTES,
@@ -25,7 +24,7 @@ from worldsize.net.frames import (
     operations_by_number,
     tensor_frame,
 )
-from worldsize.net.registry import EndedError, Registry
+from worldsize.net.registry import Dialer, EndedError, Registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "api" / "transport.md"
 

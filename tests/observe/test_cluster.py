@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from worldsize.observe.report.cluster import nodes
+from worldsize.observe.report.nodes import nodes
 from worldsize.observe.report.read import Record
 
 CLUSTER = {"nodes": 2, "processes_per_node": 3, "device": "cuda"}

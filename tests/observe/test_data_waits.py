@@ -13,10 +13,9 @@ from rich.console import Console
 
 from tests.observe.run_folders import write_run
 from worldsize.core import DataWorkersChanged
-from worldsize.observe.data_waits import waited_share, waiting_text
 from worldsize.observe.events import EventLog
 from worldsize.observe.report.page import page
-from worldsize.observe.report.read import read_run
+from worldsize.observe.report.read import read_run, waited_share, waiting_text
 from worldsize.observe.watch import Watched, screen
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import look

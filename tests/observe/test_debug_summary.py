@@ -11,9 +11,8 @@ import pytest
 
 from tests.observe.run_folders import attempt, write_run
 from worldsize.cli import logs
-from worldsize.observe import debug_summary as debug_summary_module
-from worldsize.observe.debug_summary import debug_summary
-from worldsize.observe.nccl_log import parse_nccl
+from worldsize.observe import nccl_log as debug_summary_module
+from worldsize.observe.nccl_log import debug_summary, parse_nccl
 from worldsize.observe.transport import listen_to_nccl, nccl_log
 from worldsize.record.flight import collectives_file
 from worldsize.record.run_directory import RunDirectory

@@ -24,15 +24,30 @@ from tests.observe.run_folders import START, write_run
 from tests.support.runs import REPOSITORY
 from worldsize.core import Event, HealthLimits, NodeAlert, RunEnded, StepDone, Straggling
 from worldsize.observe.events import EventLog, described
-from worldsize.observe.health.alerts import HealthAlerts
-from worldsize.observe.health.counters import Counters, Network, _adapters, _interfaces, read_counters
-from worldsize.observe.health.files import AlertFiles, AlertNews, HealthFile, alert_of, last_samples, why_host_is_slow
-from worldsize.observe.health.gpus import GpuReading, Gpus
-from worldsize.observe.health.memory import Memory, within
-from worldsize.observe.health.process import HealthProcess
+from worldsize.observe.health.counters import (
+    Counters,
+    GpuReading,
+    Gpus,
+    Memory,
+    Network,
+    _adapters,
+    _interfaces,
+    read_counters,
+    within,
+)
+from worldsize.observe.health.files import (
+    AlertFiles,
+    AlertNews,
+    HealthFile,
+    NodesHealth,
+    alert_of,
+    health_figures,
+    last_samples,
+    why_host_is_slow,
+)
+from worldsize.observe.health.process import HealthAlerts, HealthProcess
 from worldsize.observe.health.rows import HealthRow, described_alert, health_row, is_health, why_slow
-from worldsize.observe.health.summary import NodesHealth, health_figures
-from worldsize.observe.report.node_health import nodes_health
+from worldsize.observe.report.nodes import nodes_health
 from worldsize.observe.report.page import page
 from worldsize.observe.report.read import read_run
 from worldsize.observe.subprocess_listeners import SubprocessListeners
@@ -77,7 +92,7 @@ def row(**changes: Any) -> HealthRow:
 def ranks() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Two processes called by their ranks; one holds 200 MB more, has used a second, and has forked a third."""
     body = (
-        "import os, sys, time; from worldsize.world.parent import name_process; name_process(int(sys.argv[1]))\n"
+        "import os, sys, time; from worldsize.world.processes import name_process; name_process(int(sys.argv[1]))\n"
         "held = b'x' * int(sys.argv[2])\n"
         "while time.process_time() < float(sys.argv[3]): pass\n"
         "child = os.fork() if held else 1\n"

@@ -16,9 +16,8 @@ from tests.observe.run_folders import attempt, write_run
 from worldsize.cli.watch import watch
 from worldsize.errors import WorldsizeError
 from worldsize.messages import refuse, show_messages
-from worldsize.observe.comparison import comparison_table
 from worldsize.observe.progress import Progress
-from worldsize.observe.summary import show_summary
+from worldsize.observe.summary import comparison_table, show_summary
 from worldsize.observe.watch import Watched, screen
 from worldsize.record.compare import compare_runs
 from worldsize.record.run_directory import RunDirectory

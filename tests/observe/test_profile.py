@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from worldsize.observe.profile import traced
+from worldsize.observe.timing import traced
 
 CPU = torch.device("cpu")
 

@@ -22,18 +22,15 @@ from worldsize.cli.report import write
 from worldsize.errors import WorldsizeError
 from worldsize.launch.scheduled import Scheduler
 from worldsize.observe.report import read
-from worldsize.observe.report.curves import means
+from worldsize.observe.report.curves import means, read_sweep
 from worldsize.observe.report.page import page, run_page, summary
-from worldsize.observe.report.ranks import step_breakdown
+from worldsize.observe.report.ranks import servers, step_breakdown
 from worldsize.observe.report.read import number, read_run, runs_of
 from worldsize.observe.report.scaling import read_study
-from worldsize.observe.report.servers import servers
-from worldsize.observe.report.sweep import read_sweep
 from worldsize.observe.report.timeline import timeline
 from worldsize.observe.watch import RankTimes
-from worldsize.record.lock import run_lock
 from worldsize.record.manifest import write_manifest
-from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory, run_lock
 
 
 class Shown(HTMLParser):

@@ -8,8 +8,7 @@ import pytest
 
 from worldsize.core import Link, StepDone, Straggling
 from worldsize.observe.events import described
-from worldsize.observe.slow_links import SlowLinkSearch
-from worldsize.observe.stragglers import Straggler
+from worldsize.observe.stragglers import SlowLinkSearch, Straggler
 
 
 def ring(nodes: int, distance: int, slow: Iterable[int]) -> dict[tuple[int, int], Link]:

@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from worldsize.optimizers.counters import counters_kept
 from worldsize.strategies.train_state import load_named_state, named_state
-from worldsize.testing.optimizer_loops import Counting
+from worldsize.testing.update_loops import Counting
 
 
 class Everywhere(Optimizer):

@@ -17,10 +17,9 @@ from torch.optim import AdamW, Optimizer
 from worldsize.config.instantiate import Allowed, build
 from worldsize.core import ConfigError
 from worldsize.optimizers.arguments import check_tuples
-from worldsize.optimizers.groups import grouped
+from worldsize.optimizers.groups import grouped, named_by
 from worldsize.optimizers.muon import muon
-from worldsize.optimizers.names import named_by
-from worldsize.optimizers.refused import refuse_breaking
+from worldsize.optimizers.schedule_free import refuse_breaking
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.recipes import Chain

@@ -16,17 +16,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchao.optim import AdamW8bit as PlainAdamW8bit
 
+from plugins.parameter_server.strategy import ParameterServer
 from recipes.digits.recipe import Digits
 from worldsize.core import ConfigError, EvaluationBatch, EvaluationBatches, MicroBatch, Numerics, RunContext, World
 from worldsize.optimizers.eight_bit import adamw_8bit
 from worldsize.optimizers.schedule_free import adamw_schedule_free, evaluated_weights
 from worldsize.plan.construction import check_construction
-from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
+from worldsize.strategies.synchronous import alone
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.recipes import Chain

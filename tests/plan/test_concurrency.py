@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from worldsize.plan.concurrency import medians, run_concurrently
+from worldsize.plan.dry_run import medians, run_concurrently
 
 CPU = torch.device("cpu")
 

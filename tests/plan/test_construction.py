@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
+from plugins.parameter_server.strategy import ParameterServer
 from recipes.digits.recipe import Digits
 from recipes.stdlib_lm.recipe import StdlibLM
 from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Strategy, TensorStyle
@@ -21,10 +22,9 @@ from worldsize.plan.construction import check_construction
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.gradient_loops import PartlyOptimized
+from worldsize.testing.loss_loops import PartlyOptimized
 from worldsize.testing.recipes import AveragedChain, Chain
 
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -7,8 +7,7 @@ import math
 import pytest
 
 from worldsize.core import ConfigError
-from worldsize.plan.curve import sizes_in
-from worldsize.plan.payload import payload_limit
+from worldsize.plan.curve import payload_limit, sizes_in
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from worldsize.config.composed import settings_of
 from worldsize.config.settings import Settings
 from worldsize.core import ConfigError, Replica, RunContext, World
 from worldsize.data.loader import micro_batches
-from worldsize.plan.absent_peers import world_seen_by
-from worldsize.plan.dry_run import slowdown
-from worldsize.strategies.alone import alone
+from worldsize.plan.dry_run import slowdown, world_seen_by
+from worldsize.strategies.synchronous import alone
 
 CPU, RANKS = torch.device("cpu"), 4
 SHAPE = ("cluster.nodes=2", f"cluster.processes={RANKS}", "cluster.threads=1", "optimizer=sgd", "clip_norm=null")

@@ -7,7 +7,7 @@ import random
 import numpy
 import pytest
 
-from worldsize.dist.cost.checkpoints import expected_seconds
+from worldsize.collectives.cost import expected_seconds
 from worldsize.errors import ConfigError
 from worldsize.plan.finish import finish
 

@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from plugins.parameter_server.strategy import ParameterServer
+from worldsize.collectives.cluster_cost import served_bytes
 from worldsize.config.compose import compose_only
 from worldsize.config.composed import settings_of
 from worldsize.core import Cluster, ConfigError, Cost, Link, Workload
-from worldsize.dist.cost.cluster import served_bytes
 from worldsize.plan.advice import best_text, retuning_text, unfit
-from worldsize.plan.forecast import Forecast, accumulated, forecast
-from worldsize.plan.predictor import Given, Predictor
+from worldsize.plan.predictor import Forecast, Given, Predictor, accumulated, forecast
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 
 LINKS = {"node": Link(10e9, 0.0), "network": Link(1e9, 0.0)}
 WORK = Workload(8e8, 1.6e9, compute_seconds=0.4, update_seconds=0.04, overlap=0.5)

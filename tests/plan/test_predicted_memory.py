@@ -19,8 +19,7 @@ from worldsize.config.settings import Settings
 from worldsize.core import Cluster, Cost, Recipe
 from worldsize.plan import advice
 from worldsize.plan.advice import detected_memory_bytes, formula_text, unfit
-from worldsize.plan.forecast import Forecast
-from worldsize.plan.predictor import Given, Predictor
+from worldsize.plan.predictor import Forecast, Given, Predictor
 
 MEGA = 250_000  # float32 numbers that take 1 MB
 OPTIONS = ("recipe=digits", "strategy=ddp", "cluster.processes=2", "batch_size=32")

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from plugins.parameter_server.strategy import ParameterServer
 from worldsize.core import RunContext, Strategy
 from worldsize.errors import CheckpointError
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
 from worldsize.testing.loops import Loop, refused_early
 from worldsize.testing.training import ALONE, train

@@ -15,10 +15,10 @@ from torch.utils.data import TensorDataset
 from plugins.diloco.strategy import DiLoCo
 from plugins.local_sgd.strategy import LocalSGD
 from plugins.streaming_diloco.strategy import StreamingDiLoCo
+from worldsize.collectives.per_rank import local_row
 from worldsize.core import EvaluationBatch, EvaluationBatches, Recipe, RunContext, Strategy, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
-from worldsize.dist.per_rank import local_row
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
 

@@ -9,7 +9,7 @@ from plugins.local_sgd.strategy import LocalSGD
 from plugins.streaming_diloco.strategy import StreamingDiLoCo
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.contract import StrategyContract
-from worldsize.testing.gradient_loops import GRADIENT_CASES
+from worldsize.testing.loss_loops import GRADIENT_CASES
 
 pytestmark = pytest.mark.heavy
 

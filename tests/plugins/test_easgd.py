@@ -13,7 +13,7 @@ from plugins.easgd.centre import Centre, Operation, joined
 from plugins.easgd.centre import Link as CentreLink
 from plugins.easgd.strategy import EASGD
 from worldsize.core import Cluster, ConfigError, Link, Numerics, RunContext, Workload
-from worldsize.data.fetch import fetch
+from worldsize.data.batches import fetch
 from worldsize.data.order import Order
 from worldsize.net.channel import Channel
 from worldsize.net.endpoints import address_of, connect

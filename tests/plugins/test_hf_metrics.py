@@ -15,15 +15,15 @@ import transformers
 from sklearn.metrics import accuracy_score, f1_score
 from torch import Tensor
 
+from plugins.parameter_server.strategy import ParameterServer
 from tests.plugins import hf_programs as programs
 from tests.plugins.hf_reference import Make, recipe, values
 from worldsize.core import ConfigError, Numerics, RunContext, Strategy, World
-from worldsize.data.fetch import collate_of
+from worldsize.data.batches import collate_of
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
-from worldsize.testing.evaluation import evaluate
+from worldsize.testing.plain import evaluate
 from worldsize.testing.worlds import run_in_worlds
 
 ROWS = 29  # four batches, the last one short

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.plugins.lightning_gans import BATCH, Pairs, PlainGAN
 from tests.plugins.test_lightning_manual import ALONE, recipe
 from worldsize.core import RunContext
-from worldsize.strategies.alone import alone
+from worldsize.strategies.synchronous import alone
 from worldsize.testing import PortConfig
 from worldsize.testing.port_runs import initial_model, steps_of
 

@@ -18,15 +18,15 @@ from plugins.lightning_module.recipe import lightning_recipe
 from tests.plugins.lightning_gans import BATCH, DCGAN, Images, Pairs, PlainGAN, ToggledGAN
 from tests.plugins.lightning_reference import Losses, fitted
 from worldsize.core import EvaluationBatches, Recipe, RunContext, World
-from worldsize.data.evaluation import evaluation_batches
-from worldsize.record.seeds import seed_generators, stream
-from worldsize.strategies.alone import alone
+from worldsize.data.loader import evaluation_batches
+from worldsize.record.determinism import seed_generators, stream
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.single import Single
+from worldsize.strategies.synchronous import alone
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing import PortConfig, same_losses
-from worldsize.testing.port_processes import trained_in_processes
+from worldsize.testing.port import trained_in_processes
 from worldsize.testing.port_runs import initial_model, recipe_trained, reference_trained, steps_of
 from worldsize.testing.worlds import run_in_worlds
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from plugins.parameter_server.strategy import ParameterServer
 from tests.plugins.lightning_gans import BATCH, Pairs, PlainGAN
 from tests.plugins.test_lightning_manual import recipe
 from worldsize.core import ConfigError, RunContext, World
 from worldsize.plan.construction import check_trainable
-from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
-from worldsize.strategies.parameter_server.strategy import ParameterServer
+from worldsize.strategies.synchronous import alone
 from worldsize.testing import PortConfig
 from worldsize.testing.port_runs import initial_model, steps_of
 from worldsize.testing.worlds import run_in_worlds

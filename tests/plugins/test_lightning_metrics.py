@@ -14,9 +14,9 @@ from tests.plugins.lightning_programs import BATCH, Classifier, points
 from tests.plugins.lightning_reference import validated
 from tests.plugins.test_lightning_module import ALONE, CONFIG, recipe
 from worldsize.core import ConfigError, EvaluationBatches, RunContext, World
-from worldsize.data.evaluation import evaluation_batches
-from worldsize.strategies.alone import alone
+from worldsize.data.loader import evaluation_batches
 from worldsize.strategies.ddp import DDP
+from worldsize.strategies.synchronous import alone
 from worldsize.testing.port_runs import initial_model, steps_of
 from worldsize.testing.worlds import run_in_worlds
 

@@ -19,16 +19,15 @@ from tests.plugins.lightning_programs import BATCH, SAMPLES, VAE, Classifier, Po
 from tests.plugins.lightning_reference import fitted, trainer, validated
 from worldsize.checkpoint.weights import open_weights
 from worldsize.core import ConfigError, EvaluationBatches, Recipe, RunContext, World
-from worldsize.data.evaluation import evaluation_batches
-from worldsize.data.loader import micro_batches
+from worldsize.data.loader import evaluation_batches, micro_batches
 from worldsize.data.order import Order
-from worldsize.record.seeds import seed_generators, stream
-from worldsize.strategies.alone import alone
+from worldsize.record.determinism import seed_generators, stream
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.synchronous import alone
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing import PortConfig, composed, same_losses
-from worldsize.testing.port_processes import trained_in_processes
+from worldsize.testing.port import trained_in_processes
 from worldsize.testing.port_runs import initial_model, recipe_trained, steps_of
 from worldsize.testing.worlds import run_in_worlds
 

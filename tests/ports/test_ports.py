@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from plugins.parameter_server.strategy import ParameterServer
 from tests.ports.lines import count_lines
 from worldsize.core import ConfigError, LossOutput, MultiUpdateRecipe, Recipe, Strategy, Update
-from worldsize.record.digest import tensor_digests
+from worldsize.record.determinism import tensor_digests
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.testing import PortConfig, composed, same_losses
-from worldsize.testing.port_processes import trained_in_processes
+from worldsize.testing.port import trained_in_processes
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "examples" / "recipes" / "ports"

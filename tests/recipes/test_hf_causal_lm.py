@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from recipes.hf_causal_lm.recipe import HFCausalLM
 from worldsize.core import ConfigError, MicroBatch, RunContext, Strategy, World
 from worldsize.data.mixture import Mixture, Part
-from worldsize.data.prepare.folder import Preparation
-from worldsize.data.prepare.tokenizer import Tokenizer
+from worldsize.data.preparation import Preparation
 from worldsize.data.sources.documents import DocumentWindows, PackedDocuments
 from worldsize.data.sources.json_lines import JsonLines
 from worldsize.data.sources.tokens import TokenWindows
 from worldsize.data.storage.cache import Cache
-from worldsize.record.digest import state_digest, tensor_digests
+from worldsize.data.texts import Tokenizer
+from worldsize.record.determinism import state_digest, tensor_digests
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.testing.worlds import run_in_worlds

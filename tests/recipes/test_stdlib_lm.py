@@ -15,7 +15,7 @@ from recipes.stdlib_lm.corpus import Windows, is_test, read, sources
 from recipes.stdlib_lm.gpt import GPT, Sizes, rotate, rotations
 from recipes.stdlib_lm.recipe import StdlibLM
 from worldsize.core import ConfigError
-from worldsize.data.packing import IGNORED
+from worldsize.data.sources.documents import IGNORED
 
 pytestmark = pytest.mark.heavy
 

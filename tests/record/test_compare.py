@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.format import Retention
 from worldsize.checkpoint.save import Saver
 from worldsize.core import MembershipRecord, World
-from worldsize.record.attempt import Attempt
+from worldsize.record.attempt import Attempt, goodput
 from worldsize.record.compare import compare_runs, tensor_ulps, ulps
-from worldsize.record.goodput import goodput
 from worldsize.record.level import changes, changes_but, resume_downgrades, without_copies
 from worldsize.record.manifest import write_manifest
 

@@ -13,8 +13,7 @@ import pytest
 from worldsize.cli.image import image
 from worldsize.core import ContainerImage
 from worldsize.errors import WorldsizeError
-from worldsize.record.container import Container, engine_of, engines_for, passed_on, recorded_image
-from worldsize.record.dockerfile import Dockerfile
+from worldsize.record.container import Container, Dockerfile, engine_of, engines_for, passed_on, recorded_image
 
 DIGEST = f"sha256:{'0123456789abcdef' * 4}"
 LOCK = (

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from worldsize.errors import WorldsizeError
-from worldsize.record.lock import is_locked, run_lock
+from worldsize.record.run_directory import is_locked, run_lock
 
 ASK = (
-    "import sys; from pathlib import Path; from worldsize.record.lock import is_locked;"
+    "import sys; from pathlib import Path; from worldsize.record.run_directory import is_locked;"
     "print(is_locked(Path(sys.argv[1])))"
 )
 

@@ -16,15 +16,13 @@ import torch
 
 from worldsize.core import Outcome
 from worldsize.errors import WorldsizeError
-from worldsize.record.data import check_data, fingerprint, link_data
-from worldsize.record.digest import state_digest, tensor_digests
+from worldsize.record.determinism import seed_generators, state_digest, stream, tensor_digests
 from worldsize.record.environment import capture_environment, relevant_variables, write_environment
-from worldsize.record.lock import is_locked, run_lock
+from worldsize.record.inputs import check_data, fingerprint, link_data
 from worldsize.record.manifest import read_manifest, write_manifest
 from worldsize.record.redaction import is_secret, redacted, redacted_arguments, without_credentials
-from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory, is_locked, run_lock
 from worldsize.record.run_record import look, opened, write_result
-from worldsize.record.seeds import seed_generators, stream
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,10 @@ from tests.observe.run_folders import write_run
 from worldsize.core import Outcome
 from worldsize.errors import WorldsizeError
 from worldsize.record import run_record as module
-from worldsize.record.data import fingerprint
+from worldsize.record.inputs import fingerprint
 from worldsize.record.level import recorded_level
-from worldsize.record.lock import is_locked, run_lock
 from worldsize.record.manifest import read_manifest, write_manifest
-from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory, is_locked, run_lock
 from worldsize.record.run_record import look, note_job, opened, read_result, write_result
 
 

@@ -14,7 +14,7 @@ from worldsize.cli.reproduce import _clones
 from worldsize.config.search_path import bundle
 from worldsize.errors import WorldsizeError
 from worldsize.record import rebuild
-from worldsize.record.checkout import checked_out
+from worldsize.record.code import checked_out
 from worldsize.record.manifest import read_manifest, write_manifest
 from worldsize.record.rebuild import Lock, read_lock, rebuilt, to_be_installed
 from worldsize.record.run_record import view

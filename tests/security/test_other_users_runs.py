@@ -24,9 +24,8 @@ from worldsize.launch.kubernetes import Kubernetes
 from worldsize.launch.recorded_run import check_before_start, recorded_overrides
 from worldsize.launch.skypilot import SkyPilot
 from worldsize.messages import ask
-from worldsize.record.lock import run_lock
 from worldsize.record.manifest import is_own, read_manifest, write_manifest
-from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory, run_lock
 from worldsize.record.run_record import look, opened, view
 
 EVIL = """
@@ -131,7 +130,7 @@ def test_a_job_whose_name_is_an_option_of_the_scheduler_is_refused(run: Path) ->
 
 
 def test_cancel_ends_the_process_that_holds_the_lock_and_not_the_one_that_is_written_down(run: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from worldsize.record.lock import run_lock\n"
+    code = "import sys, time; from pathlib import Path; from worldsize.record.run_directory import run_lock\n"
     code += "with run_lock(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout
@@ -338,7 +337,7 @@ def test_what_is_asked_about_cannot_forge_lines(capsys: pytest.CaptureFixture[st
 
 
 def test_a_lock_knows_its_holder(tmp_path: Path) -> None:
-    from worldsize.record.lock import holder_of
+    from worldsize.record.run_directory import holder_of
 
     assert holder_of(tmp_path) is None
     with run_lock(tmp_path):

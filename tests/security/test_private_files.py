@@ -15,8 +15,8 @@ import pytest
 from tests.support.runs import Train
 from worldsize.errors import WorldsizeError
 from worldsize.record.code import capture_code
-from worldsize.record.plugins import keep
-from worldsize.record.private_files import why_private
+from worldsize.record.inputs import keep
+from worldsize.record.redaction import why_private
 
 SECRETS = {  # each in a format that its issuer has published; none was ever valid
     "notes.txt": "-----BEGIN OPENSSH PRIVATE KEY-----\n",

@@ -11,8 +11,8 @@ import pytest
 from worldsize.config.compose import assigned, compose_and_call
 from worldsize.errors import WorldsizeError
 from worldsize.launch.recorded_run import project_of, take_code
+from worldsize.record.inputs import check_kept, digest_of, remove_compiled
 from worldsize.record.manifest import is_own, write_manifest
-from worldsize.record.plugins import check_kept, digest_of, remove_compiled
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import opened
 

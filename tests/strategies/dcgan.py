@@ -12,9 +12,9 @@ from torch.optim import Adam, Optimizer
 from torch.utils.data import TensorDataset
 
 from worldsize.core import MultiUpdateRecipe, Update
-from worldsize.data.fetch import fetch
+from worldsize.data.batches import fetch
 from worldsize.data.order import Order
-from worldsize.record.seeds import seed_generators
+from worldsize.record.determinism import seed_generators
 
 SAMPLES, BATCH, SEED, NOISE, WIDTH = 96, 16, 3, 6, 4
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.core import World
 from worldsize.strategies import gradient_reducer
-from worldsize.strategies.ordered_reducer import OrderedReducer
+from worldsize.strategies.ddp_reducers import OrderedReducer
 from worldsize.testing.worlds import run_in_worlds
 
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plugins.parameter_server.strategy import ParameterServer
+from worldsize.collectives.gather_full import gather_full
 from worldsize.core import BufferRule, Concatenated, ConfigError, Recipe, RunContext, Strategy, TensorStyle, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.dist.gather_full import gather_full
 from worldsize.plan.construction import check_construction
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
 from worldsize.strategies.step_buffers import BufferMean
 from worldsize.strategies.zero import ZeRO

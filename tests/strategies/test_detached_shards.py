@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from worldsize.core import World
-from worldsize.strategies.detached_shards import detach_shards
+from worldsize.strategies.unit_sharding import detach_shards
 from worldsize.testing.worlds import run_in_worlds
 
 PLACEMENTS: list[list[Placement]] = [

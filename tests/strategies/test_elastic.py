@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from worldsize.core import MicroBatch, Recipe, RunContext, Strategy, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.record.digest import state_digest, tensor_digests
+from worldsize.record.determinism import state_digest, tensor_digests
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.single import Single

@@ -13,20 +13,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from plugins.parameter_server.strategy import ParameterServer
 from worldsize.core import RunContext, Strategy, World
 from worldsize.errors import CheckpointError
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.multi_train_state import MultiTrainState
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
 from worldsize.strategies.train_state import TrainState, named_state
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.loops import Case, largest_difference, refused_early
-from worldsize.testing.optimizer_loops import Optimized, Remembering
 from worldsize.testing.training import train
-from worldsize.testing.update_loops import SharedLoss
+from worldsize.testing.update_loops import Optimized, Remembering, SharedLoss
 from worldsize.testing.worlds import run_in_worlds
 
 RECIPE = Optimized(lambda model: Remembering(model.parameters()))

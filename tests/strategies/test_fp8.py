@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from tests.strategies.test_compile import trained
 from tests.strategies.test_recomputed import ALONE, Blocks, batches
 from worldsize.core import ConfigError, Numerics, RunContext
-from worldsize.strategies.alone import alone
-from worldsize.strategies.fp8 import check_fp8, use_fp8
 from worldsize.strategies.mesh.strategy import Mesh
+from worldsize.strategies.model_passes import check_fp8, use_fp8
+from worldsize.strategies.synchronous import alone
 from worldsize.testing.recipes import Chain
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from worldsize.checkpoint.format import Retention
 from worldsize.checkpoint.load import load, newest
-from worldsize.checkpoint.retention import Retention
 from worldsize.checkpoint.save import Saver
+from worldsize.collectives.gather_full import gather_full
 from worldsize.core import RunContext, Strategy, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.dist.gather_full import gather_full
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.single import Single

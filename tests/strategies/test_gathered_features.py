@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from plugins.parameter_server.strategy import ParameterServer
+from worldsize.collectives.gather_full import whole
 from worldsize.core import ConfigError, Features, MicroBatch, Numerics, RunContext, Strategy, World
-from worldsize.dist.gather_full import whole
 from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
 from worldsize.testing.loss_loops import Contrast
 from worldsize.testing.worlds import run_in_worlds

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from worldsize.core import ConfigError
-from worldsize.strategies.gradient_hooks import GradientHooks
+from worldsize.strategies.parameter_changes import GradientHooks
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from plugins.parameter_server.hybrid import HybridParameterServer
+from plugins.parameter_server.strategy import ParameterServer
 from worldsize.core import ConfigError, MicroBatch, Recipe, RunContext, Strategy, World
 from worldsize.plan.construction import check_construction
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
-from worldsize.strategies.parameter_server.hybrid import HybridParameterServer
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.testing.recipes import AveragedChain
 from worldsize.testing.worlds import run_in_worlds
 

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _simulate_comms_compute
 
-from worldsize.strategies.mesh.interleaved import interleaved, passes, rounds
+from worldsize.strategies.mesh.schedule import interleaved, passes, rounds
 
 SIZES = [(ranks, stages) for ranks in (2, 3, 4) for stages in (1, 2, 3)]
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.utils._pytree import tree_leaves, tree_map
 
+from worldsize.collectives.per_rank import local
 from worldsize.core import World
-from worldsize.dist.per_rank import local
 from worldsize.optimizers.schedule_free import adamw_schedule_free
-from worldsize.strategies.local_steps import step_apart, step_locally
+from worldsize.strategies.sharded_steps import step_apart, step_locally
 from worldsize.strategies.step_hooks import StrategyHook
 from worldsize.strategies.train_state import TrainState
 from worldsize.testing.worlds import run_in_worlds

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from worldsize.collectives.gather_full import gather_full
 from worldsize.core import ConfigError, MicroBatch, Numerics, RunContext, Strategy, World
-from worldsize.dist.gather_full import gather_full
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from worldsize.collectives.gather_full import gather_full
 from worldsize.core import Cluster, MicroBatch, Numerics, Recipe, RunContext, Strategy, World
-from worldsize.data.fetch import fetch
+from worldsize.data.batches import fetch
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.dist.gather_full import gather_full
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import mean_loss
-from worldsize.strategies.loss_weights import fp16_share, weight_factor
+from worldsize.strategies.loss_scaling import fp16_share, weight_factor
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.worlds import run_in_worlds

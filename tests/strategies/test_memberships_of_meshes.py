@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from tests.strategies.memberships import worlds_in
 from tests.strategies.test_sharded_accumulation import batch
+from worldsize.collectives.gather_full import gather_full
 from worldsize.core import Cluster, ConfigError, Numerics, RunContext, Strategy, World
-from worldsize.dist.gather_full import gather_full
-from worldsize.record.digest import state_digest, tensor_digests
+from worldsize.record.determinism import state_digest, tensor_digests
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.testing.recipes import Chain

@@ -18,7 +18,7 @@ from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.world.connections import Connections, _sockets
+from worldsize.world.meetings import Connections, _sockets
 
 CLUSTER = Cluster("test", 1, 4, "cpu", "gloo", timeout=60.0)
 MEMBERSHIPS = ((0, 1, 2, 3), (0, 2, 3), (0, 2, 3, 1), (3, 1, 2, 0))

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from recipes.stdlib_lm.recipe import StdlibLM
-from worldsize.checkpoint.format import complete, read
+from worldsize.checkpoint.format import Retention, complete, read
 from worldsize.checkpoint.load import load, newest
-from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.manifest_tree import split
 from worldsize.checkpoint.save import Saver
-from worldsize.checkpoint.tree import split
+from worldsize.collectives.gather_full import gather_full
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -35,14 +35,13 @@ from worldsize.core import (
     Strategy,
     World,
 )
-from worldsize.dist.gather_full import gather_full
 from worldsize.plan.rank_table import rank_table
-from worldsize.record.seeds import seed_generators
+from worldsize.record.determinism import seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import mean_loss
 from worldsize.strategies.mesh.layout import Layout
-from worldsize.strategies.mesh.partition import balanced
+from worldsize.strategies.mesh.schedule import balanced
 from worldsize.strategies.mesh.stage import KnownOutput
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.worlds import run_in_worlds

@@ -14,11 +14,10 @@ import pytest
 
 from tests.strategies.test_memberships_of_meshes import trained
 from tests.strategies.test_mesh import Losses, built, loaded, reference, save, steps
+from worldsize.collectives.cluster_cost import axis_tiers, crossings_text, leaving, levels, spanned
 from worldsize.config.compose import compose_only
 from worldsize.config.composed import settings_of
 from worldsize.core import Cluster, ConfigError, Link, Strategy, Workload, World
-from worldsize.dist.cost.cluster import leaving, levels, spanned
-from worldsize.dist.cost.crossings import axis_tiers, crossings_text
 from worldsize.launch.execute import _show
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.mesh.layout import ORDER, Layout

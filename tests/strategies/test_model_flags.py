@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from worldsize.core import EvaluationBatch
-from worldsize.strategies.model_flags import ModelFlags, evaluating
-from worldsize.strategies.model_replica import collected_metrics
+from worldsize.strategies.model_replica import ModelFlags, collected_metrics, evaluating
 from worldsize.testing.recipes import Chain
 
 

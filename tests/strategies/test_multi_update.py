@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
+from plugins.parameter_server.hybrid import HybridParameterServer
+from plugins.parameter_server.strategy import ParameterServer
 from tests.strategies.dcgan import BATCH, DCGAN, GAN, SEED, original
+from worldsize.collectives.gather_full import gather_full
 from worldsize.core import (
     ConfigError,
     LossOutput,
@@ -28,14 +31,11 @@ from worldsize.core import (
 )
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.dist.gather_full import gather_full
 from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.multi_update import MultiUpdateReplica
-from worldsize.strategies.parameter_server.hybrid import HybridParameterServer
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.recipes import TwoPlayers

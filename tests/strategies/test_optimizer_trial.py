@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
+from plugins.parameter_server.strategy import ParameterServer
 from worldsize.core import ConfigError, Recipe
 from worldsize.optimizers.muon import muon
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.optimizer_trial import Trial
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.loops import Loop, refused_early
-from worldsize.testing.optimizer_loops import Counting, Optimized, TrustRatio
+from worldsize.testing.update_loops import Counting, Optimized, TrustRatio
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -156,8 +156,8 @@ def test_an_optimizer_that_takes_other_parameters_than_the_models_is_refused_by_
         def optimizer(self, model: nn.Module) -> Optimizer:
             return Adam(held)
 
-    from worldsize.strategies.parameter_server.shard_parameters import ShardParameters
-    from worldsize.strategies.parameter_server.sharding import plan_shards
+    from plugins.parameter_server.shard_parameters import ShardParameters
+    from plugins.parameter_server.sharding import plan_shards
     from worldsize.strategies.train_state import TrainState
 
     recipe: Recipe = Holding()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from worldsize.core import Reduction, World
-from worldsize.strategies.presence import PresenceExchange
-from worldsize.strategies.scalar_gradients import scalar_gradients
+from worldsize.strategies.gradient_reducer import PresenceExchange
+from worldsize.strategies.unit_gradients import scalar_gradients
 from worldsize.testing.worlds import run_in_worlds
 
 

@@ -18,8 +18,8 @@ from worldsize.core.numerics import ActivationCheckpointing
 from worldsize.data.order import Order
 from worldsize.plan.calibrate import calibrate
 from worldsize.plan.rehearsal.memory import MemoryRecorder
-from worldsize.strategies import recomputed
-from worldsize.strategies.alone import alone
+from worldsize.strategies import model_passes
+from worldsize.strategies.synchronous import alone
 from worldsize.testing.recipes import Chain
 
 ALONE = World.alone(torch.device("cpu"))
@@ -155,13 +155,13 @@ def test_activations_come_back_from_the_host_as_they_went(monkeypatch: pytest.Mo
         moved.append(tensor)
         return tensor.device, tensor.clone()
 
-    monkeypatch.setattr(recomputed, "to_host", copied)
+    monkeypatch.setattr(model_passes, "to_host", copied)
     found = weights(Blocks(), activation_offload=True)
     assert moved
     assert all(torch.equal(found[name], tensor) for name, tensor in expected(0.2).items())
     monkeypatch.undo()
-    assert recomputed.to_host(parameter)[1] is parameter
-    assert recomputed.from_host(recomputed.to_host(activation)) is activation
+    assert model_passes.to_host(parameter)[1] is parameter
+    assert model_passes.from_host(model_passes.to_host(activation)) is activation
 
 
 @pytest.mark.heavy
@@ -212,4 +212,4 @@ def test_what_recomputes_to_no_use_is_refused_before_the_start(train: Any) -> No
 def test_compiled_norms_with_statistics_are_recomputed_as_a_whole_alone() -> None:
     numerics = Numerics(activation_checkpointing="selective", compile=True)
     with pytest.raises(ConfigError, match="running statistics"):
-        recomputed.check_passes(Blocks(), Blocks().model(), numerics)
+        model_passes.check_passes(Blocks(), Blocks().model(), numerics)

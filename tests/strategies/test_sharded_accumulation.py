@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from worldsize.collectives.gather_full import gather_full
 from worldsize.core import Cluster, ConfigError, Link, MicroBatch, RunContext, Strategy, Workload, World
 from worldsize.data.order import logical_ranks_of
-from worldsize.dist.gather_full import gather_full
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.sharded_reducer import OrderedShardReducer

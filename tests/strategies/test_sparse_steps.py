@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, SparseAdam
 
+from plugins.parameter_server.hybrid import HybridParameterServer
+from plugins.parameter_server.strategy import ParameterServer
 from worldsize.core import ConfigError, Recipe, Strategy
 from worldsize.plan.construction import check_construction
 from worldsize.strategies.ddp import DDP
-from worldsize.strategies.parameter_server.hybrid import HybridParameterServer
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 

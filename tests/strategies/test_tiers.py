@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.strategies.test_elastic import trained
-from worldsize.record.digest import state_digest, tensor_digests
+from worldsize.record.determinism import state_digest, tensor_digests
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.single import Single
 from worldsize.testing.worlds import run_in_worlds

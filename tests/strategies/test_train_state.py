@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop, Rprop
 
 from worldsize.optimizers.muon import muon
+from worldsize.strategies.reducers import _buckets
 from worldsize.strategies.sharded_state import meta_state
 from worldsize.strategies.train_state import TrainState, load_weights
-from worldsize.strategies.update_reducers import _buckets
 from worldsize.testing.recipes import Chain
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {

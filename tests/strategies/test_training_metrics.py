@@ -29,7 +29,7 @@ from worldsize.core import (
     Strategy,
     World,
 )
-from worldsize.data.fetch import fetch
+from worldsize.data.batches import fetch
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.strategies.ddp import DDP

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.strategies.test_gathered_features import Chosen, batches_of
-from worldsize.checkpoint.tree import split
+from worldsize.checkpoint.manifest_tree import split
 from worldsize.core import Reduction, RunContext, Strategy, World
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP

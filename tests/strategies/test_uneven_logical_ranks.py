@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _verify_param_shape_across_processes
 
 from tests.support.interruption import end_gang_soon
+from worldsize.collectives.gather_full import whole
+from worldsize.collectives.peer_waits import INTERRUPTION
 from worldsize.core import Loss, MicroBatch, Reduction, RunContext, StepResult, World
-from worldsize.dist.gather_full import whole
-from worldsize.dist.interruption import INTERRUPTION
 from worldsize.strategies.ddp import DDP, replicated
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import LossRecord
-from worldsize.strategies.loss_weights import weight_factor
+from worldsize.strategies.loss_scaling import weight_factor
 from worldsize.strategies.reducers import interruptible_reducer
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.testing.recipes import Chain

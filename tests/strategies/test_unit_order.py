@@ -15,17 +15,17 @@ from torch._C._distributed_c10d import TCPStore
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from worldsize.collectives.per_rank import local
 from worldsize.core import Batch, Cluster, ConfigError, MicroBatch, Reduction, RunContext, Update, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
-from worldsize.dist.per_rank import local
-from worldsize.strategies import unit_order as unit_order_module
+from worldsize.strategies import unit_collectives as unit_order_module
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.sharded_reducer import Units
 from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.unit_collectives import UnitOrder
 from worldsize.strategies.unit_gradients import UnitGradients
-from worldsize.strategies.unit_order import UnitOrder
 from worldsize.testing.recipes import Chain
 from worldsize.testing.update_loops import SharedLoss
 from worldsize.testing.worlds import run_in_worlds

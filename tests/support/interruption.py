@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worldsize.dist.interruption import INTERRUPTION
+from worldsize.collectives.peer_waits import INTERRUPTION
 
 
 def end_gang_soon() -> None:

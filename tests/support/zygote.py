@@ -22,8 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from worldsize.world.parent import die_with_parent
-from worldsize.world.preemption import SIGNALS
+from worldsize.world.processes import SIGNALS, die_with_parent
 
 PRELOADED = (
     "worldsize.launch.agent",
@@ -34,8 +33,6 @@ PRELOADED = (
     "worldsize.strategies.ddp",
     "worldsize.strategies.fsdp",
     "worldsize.strategies.mesh.strategy",
-    "worldsize.strategies.parameter_server.hybrid",
-    "worldsize.strategies.parameter_server.strategy",
     "worldsize.strategies.zero",
     "worldsize.worker.process",
     "torch._dynamo",

@@ -8,14 +8,14 @@ import pytest
 from torch import Tensor, nn
 
 from plugins.easgd.strategy import EASGD
+from plugins.parameter_server.strategy import ParameterServer
 from tests.testing.token_port import CONFIG, Port, Program, told
 from worldsize.core import ConfigError, Strategy
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
-from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.testing import PortConfig, same_losses, worlds
 from worldsize.testing.loops import Loop
-from worldsize.testing.port_processes import trained_in_processes
+from worldsize.testing.port import trained_in_processes
 
 
 @pytest.mark.parametrize(

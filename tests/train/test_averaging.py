@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from worldsize.checkpoint.format import Retention
 from worldsize.checkpoint.load import load, newest, read_tensors
-from worldsize.checkpoint.retention import Retention
 from worldsize.checkpoint.save import Saver
+from worldsize.collectives.gather_full import gather_full
 from worldsize.core import (
     EvaluationBatch,
     EvaluationBatches,
@@ -27,13 +28,12 @@ from worldsize.core import (
 )
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.dist.gather_full import gather_full
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.evaluation import evaluate
+from worldsize.testing.plain import evaluate
 from worldsize.testing.recipes import AveragedChain, Chain
 from worldsize.testing.worlds import run_in_worlds
 from worldsize.train.averaging import AveragedReplica, WeightAverage, evaluate_all

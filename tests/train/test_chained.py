@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from worldsize.core import ConfigError
-from worldsize.train.chained import chained
+from worldsize.train.schedules import chained
 
 PEAK, STEPS = 0.5, 40
 PARTS: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ import torch
 from tests.support.own_recipe import write_recipe
 from worldsize.checkpoint.format import complete, read
 from worldsize.core import ConfigError, World, logged_name, metric_key, split_of, spoken_name
-from worldsize.data.evaluation import evaluation_batches
+from worldsize.data.loader import evaluation_batches
 
 RECIPE = """
 import torch

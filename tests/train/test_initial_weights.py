@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from tests.support.runs import Train
 from worldsize.checkpoint.weights import open_weights
+from worldsize.collectives.gather_full import gather_full
 from worldsize.core import ConfigError, Recipe, RunContext, Strategy, World
-from worldsize.dist.gather_full import gather_full
 from worldsize.launch.record import check_initial
 from worldsize.launch.recorded_run import check_typed
-from worldsize.record.data import fingerprint
+from worldsize.record.inputs import fingerprint
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh

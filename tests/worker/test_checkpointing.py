@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 import torch
 
-from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.format import Retention
 from worldsize.checkpoint.save import Saver
 from worldsize.core import CheckpointFailed, CheckpointSaved, Event, World
 from worldsize.errors import CheckpointError, SaveFailedError

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.support.own_recipe import write_recipe
 from worldsize.core import ConfigError, EvaluationBatches, Recipe, World
-from worldsize.strategies.model_flags import evaluating
+from worldsize.strategies.model_replica import evaluating
 from worldsize.worker.evaluation import EvaluationData, try_evaluation
 
 RECIPE = """

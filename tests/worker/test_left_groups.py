@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from worldsize.collectives.exact import start_all_reduce
+from worldsize.collectives.peer_waits import INTERRUPTION
 from worldsize.core import World
-from worldsize.dist.exact import start_all_reduce
-from worldsize.dist.interruption import INTERRUPTION
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.worker.left_groups import LEFT_GROUPS
+from worldsize.worker.carried import LEFT_GROUPS
 
 NUMBERS = 4 << 20  # far more than the buffers of a socket hold
 

@@ -22,7 +22,7 @@ from worldsize.record.redaction import Scrubber
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import RunRecord, view
 from worldsize.worker import process
-from worldsize.world import fork
+from worldsize.world import processes
 from worldsize.world.environments import Placement, placement
 from worldsize.world.membership import Membership, MembershipChannel, receive, send
 
@@ -160,7 +160,7 @@ def test_a_process_that_began_again_leaves_hangups_and_hears_of_members(
 
     RunDirectory(started).config.write_text("cluster: {environment: alone, timeout: 5.0}\n")
     monkeypatch.setenv("WORLDSIZE_ATTEMPT", "1")
-    monkeypatch.setenv(fork.PIPE, str(os.dup(theirs.fileno())))
+    monkeypatch.setenv(processes.PIPE, str(os.dup(theirs.fileno())))
     monkeypatch.setattr(process, "play", play)
     send(ours, Membership(1, (0, 1), (-1, -1)).message())
     before = signal.signal(signal.SIGHUP, fail_on_hangup)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from plugins.parameter_server.sharding import refuse_remembering
 from tests.support.own_recipe import write_recipe
 from worldsize.config.remembering import check_remembers, check_resumes
 from worldsize.core import ConfigError, Role
 from worldsize.launch.local import Local
-from worldsize.strategies.parameter_server.served_checks import refuse_remembering
 from worldsize.testing.recipes import Chain
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")

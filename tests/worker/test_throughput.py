@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tests.support.runs import Train
+from worldsize.collectives.cluster_cost import peak_flops
 from worldsize.core import MicroBatch
-from worldsize.dist.cost.peaks import peak_flops
 from worldsize.observe.report.page import page
 from worldsize.testing.recipes import Chain, TwoPlayers
 from worldsize.worker.throughput import counted_flops

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from worldsize.worker.warm_up import joins_later, warm_up
+from worldsize.worker.healing import joins_later, warm_up
 from worldsize.world.environments import Placement
 
 

@@ -21,7 +21,7 @@ import torch
 from worldsize import cli
 from worldsize.config.compose import compose_only
 from worldsize.launch.execute import checked
-from worldsize.world import fork
+from worldsize.world import processes
 
 RUN = ("cluster.processes=2", "cluster.threads=1", "logger=none")
 SMALL = ("recipe=digits", *RUN)
@@ -76,7 +76,7 @@ def believe(leader: int) -> None:
 
     def report() -> None:
         if torch.cuda._is_in_bad_fork():
-            os.write(1, f"bad fork: {' '.join(sys.argv[1:])}: {fork._askers}\n".encode())
+            os.write(1, f"bad fork: {' '.join(sys.argv[1:])}: {processes._askers}\n".encode())
         if os.getppid() != leader:
             torch.cuda._raw_device_count_nvml = lambda: 0
 
@@ -122,7 +122,7 @@ def main() -> None:
     believe(os.getpid())
     for name in ("worker.process", *{words[0] for words in COMMANDS}):
         importlib.import_module(f"worldsize.{name}" if "." in name else f"worldsize.cli.{name}")
-    with fork.ready_to_fork():  # its imports, once for all
+    with processes.ready_to_fork():  # its imports, once for all
         pass
     for row in BUILDS:
         in_child(partial(build, row), ["build"])

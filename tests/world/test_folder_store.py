@@ -18,8 +18,7 @@ from torch.distributed import ProcessGroup
 
 from worldsize.core import World
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.world.connections import Connections
-from worldsize.world.folder_store import FolderStore
+from worldsize.world.meetings import Connections, FolderStore
 
 
 def never() -> None: ...

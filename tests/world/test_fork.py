@@ -37,7 +37,7 @@ from contextlib import suppress
 from multiprocessing import get_context
 import torch
 from worldsize.messages import show_messages
-from worldsize.world.fork import leave_bad_fork, will_fork
+from worldsize.world.processes import leave_bad_fork, will_fork
 
 show_messages()
 asked = torch._C._cuda_getDeviceCount
@@ -87,7 +87,7 @@ from worldsize.config.recorded import read_settings
 from worldsize.launch.local import Local
 from worldsize.messages import show_messages
 from worldsize.record.run_directory import RunDirectory
-from worldsize.world.fork import will_fork
+from worldsize.world.processes import will_fork
 
 show_messages()
 will_fork()

@@ -125,7 +125,7 @@ from worldsize.world.membership import MembershipChannel, send
 ours, theirs = Pipe()
 channel = MembershipChannel(theirs, patience=60.0, detection=1.0)
 channel.begin(1, lambda: None)
-waits = ModuleType("worldsize.dist.waits")
+waits = ModuleType("worldsize.collectives.waits")
 exec("def wait(seconds):\\n    import time\\n    time.sleep(seconds)", vars(waits))
 send(ours, {"stop": 1})
 if sys.argv[1] == "over":

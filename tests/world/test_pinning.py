@@ -20,15 +20,18 @@ from tests.support.own_recipe import write_recipe
 from worldsize.core import Cluster, ConfigError, Pinning
 from worldsize.world import pinning
 from worldsize.world.environments import Placement
-from worldsize.world.machine import MachineTopology, listed, read_topology, shortened
 from worldsize.world.pinning import (
+    MachineTopology,
     Pin,
     Pins,
     _prefer_memory,
     cuda_gpus,
+    listed,
     pin_process,
     pins_here,
     plan_pins,
+    read_topology,
+    shortened,
     visible_gpus,
 )
 from worldsize.world.world import device_of

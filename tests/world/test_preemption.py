@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from worldsize.world.preemption import Preemption
+from worldsize.world.processes import Preemption
 
 
 def test_the_grace_begins_when_a_process_is_asked_to_end() -> None:
@@ -24,7 +24,7 @@ def test_the_grace_begins_when_a_process_is_asked_to_end() -> None:
 def test_a_repeated_sighup_lets_a_worker_save_and_a_repeated_sigterm_ends_it() -> None:
     program = """if True:
         import signal, time
-        from worldsize.world.preemption import Preemption
+        from worldsize.world.processes import Preemption
         now, time.monotonic = time.monotonic(), lambda: now
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
         preemption = Preemption(["SIGTERM", "SIGHUP"])

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from worldsize.config.cluster import cluster_of
-from worldsize.config.tiers import with_tiers, with_topology
+from worldsize.config.cluster import cluster_of, with_tiers, with_topology
 from worldsize.errors import ConfigError
 from worldsize.world.environments import node
 from worldsize.world.topology import Topology, expanded

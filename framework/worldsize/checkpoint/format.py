@@ -1,26 +1,30 @@
-"""The layout of a checkpoint's folder, and its verification.
+"""The layout of a checkpoint's folder, its verification, and the retention of older checkpoints.
 
-``step_0001000/`` holds one safetensors file per rank (see checkpoint/shards.py), ``manifest.json`` (the size and
+``step_0001000/`` holds one safetensors file per rank (see checkpoint/safetensors.py), ``manifest.json`` (the size and
 SHA-256 of every file, the location of every tensor, and all values that are not tensors) and ``COMPLETE`` (the
 manifest's SHA-256), which is written last. The folder then gets its final name by one rename. The manifest is
-authoritative: a file whose header describes a tensor differently is damaged.
+authoritative: a file whose header describes a tensor differently is damaged. Deleting old checkpoints can be
+interrupted at any point.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
+import shutil
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from worldsize.checkpoint.safetensors import CODES, Entry, header, read_header
-from worldsize.checkpoint.shards import DTYPES, contents_of
-from worldsize.checkpoint.validation import check_count, check_manifest, is_shard
+from worldsize.checkpoint.manifest_tree import check_count, check_manifest, is_shard
+from worldsize.checkpoint.safetensors import CODES, DTYPES, Entry, contents_of, header, read_header
+from worldsize.core import metric_key, split_of
+from worldsize.core.limits import Range, check_limits
 from worldsize.errors import CheckpointError, OtherSchemaError
 from worldsize.files import open_regular, read_regular
 from worldsize.strict_json import parse
@@ -35,7 +39,7 @@ MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 _FOLDER = re.compile(r"step_(\d{7,})")
 _LARGEST = 1 << 30  # bytes of a manifest
 _SLACK = 8  # a wrong header up to this many times as long as the right one is read, to explain the difference
-_DEEPEST = 400  # nesting of a manifest: a level of the state takes up to four (see checkpoint/tree.py)
+_DEEPEST = 400  # nesting of a manifest: a level of the state takes up to four (see checkpoint/manifest_tree.py)
 _PIECE = 8 << 20  # bytes hashed at once
 
 
@@ -209,3 +213,68 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_DELETING = ".deleting_"
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Keeps the ``last`` checkpoints, those of every ``every``-th step (0: none), and the ``best`` by a metric.
+
+    ``best`` is a metric of the last evaluation before the save, ``accuracy`` of the test data or
+    ``validation/accuracy`` of another split; ``direction`` tells whether higher or lower is better.
+    """
+
+    last: Annotated[int, Range(least=1, hint="at least the newest checkpoint is kept")] = 2
+    every: Annotated[int, Range(least=0, hint="0: none")] = 0
+    best: str | None = None
+    direction: Literal["max", "min"] = "max"
+
+    def __post_init__(self) -> None:
+        check_limits(type(self), vars(self), key="checkpoint.keep")
+
+    def kept(self, folders: Sequence[Path]) -> set[Path]:
+        """Return the checkpoints to keep among ``folders``, which are complete and sorted oldest first."""
+        spaced = {path for path in folders if self.every and step_of(path) % self.every == 0}
+        best = self.best_of(folders)
+        return {*folders[-self.last :], *spaced, *([best] if best else [])}
+
+    def best_of(self, folders: Sequence[Path]) -> Path | None:
+        """Return the best of ``folders``, the newest if several are equal; None if none has the metric."""
+        scored = {path: score for path in folders if (score := self._score(path)) is not None}
+        sign = 1 if self.direction == "max" else -1
+        return max(scored, key=lambda path: (sign * scored[path], step_of(path))) if scored else None
+
+    def _score(self, path: Path) -> float | None:
+        if self.best is None:
+            return None
+        try:
+            value = read(path).facts.get("metrics", {}).get(metric_key(*split_of(self.best)))
+        except CheckpointError:
+            return None
+        return None if value is None or math.isnan(value) else float(value)
+
+
+def apply(retention: Retention, written: Path, at: Callable[[str], None]) -> None:
+    """Delete checkpoints that are not kept, and remains of interrupted deletions; ``written`` was just saved.
+
+    Checkpoints of later steps are ignored: they are damaged, or training would have resumed from them.
+    """
+    at("retention:begin")
+    root = written.parent
+    folders = [path for path in complete(root) if step_of(path) <= step_of(written)]
+    for path in set(folders) - retention.kept(folders):
+        path.rename(root / f"{_DELETING}{path.name}")  # from here on it does not count as a checkpoint
+    sync_folder(root)
+    for path in sorted(root.glob(f"{_DELETING}*")):
+        _delete(path, at)
+    at("retention:end")
+
+
+def _delete(path: Path, at: Callable[[str], None]) -> None:
+    for number, file in enumerate(sorted(path.iterdir())):
+        if number == 1:
+            at("retention:in-delete")
+        file.unlink()
+    shutil.rmtree(path)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from worldsize.checkpoint.manifest_tree import Box
 from worldsize.checkpoint.placements import Inventory, Piece, elements_in, inventory_of, placements_of
-from worldsize.checkpoint.shards import box_of, slices_in
-from worldsize.checkpoint.validation import Box
-from worldsize.dist.per_rank import local
+from worldsize.checkpoint.safetensors import box_of, slices_in
+from worldsize.collectives.per_rank import local
 
 _ALIGNED = 64  # bytes: each part in a buffer begins at a multiple
 _SMALL = 4096  # bytes of a part that is kept by all who hold it, such as an optimizer's count of steps

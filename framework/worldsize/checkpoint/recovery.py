@@ -13,21 +13,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.checkpoint.copies import Generation
+from worldsize.checkpoint.manifest_tree import join, ordered_like, split
 from worldsize.checkpoint.pieces import Held, Layout, Place, all_of, cut, dtypes_of, pieces_of
 from worldsize.checkpoint.placements import (
     Inventory,
     Piece,
     TensorPlacement,
+    Transfer,
     check_same,
     elements_in,
+    handed_to,
     inventory_of,
     placements_of,
+    transfers_of,
 )
-from worldsize.checkpoint.transfers import Transfer, handed_to, transfers_of
-from worldsize.checkpoint.tree import join, ordered_like, split
+from worldsize.collectives.per_rank import local
+from worldsize.collectives.step_timer import wait
 from worldsize.core import StateDict
-from worldsize.dist.per_rank import local
-from worldsize.dist.step_timer import wait
 from worldsize.errors import CheckpointError
 
 _ROUND = 64 << 20  # about as many bytes are sent by a rank at once, so that little memory is needed

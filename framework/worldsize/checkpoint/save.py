@@ -22,15 +22,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from worldsize.checkpoint import retention
-from worldsize.checkpoint.format import complete, folder_name, read, step_of, sync_folder, verify
+from worldsize.checkpoint import format
+from worldsize.checkpoint.format import Retention, complete, folder_name, read, step_of, sync_folder, verify
 from worldsize.checkpoint.holders import partly_held, written_here
-from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.manifest_tree import split
 from worldsize.checkpoint.storage import Writer
-from worldsize.checkpoint.tree import split
+from worldsize.collectives.per_rank import local, sharded_like
 from worldsize.core import CheckpointSaved, StateDict, World
 from worldsize.devices import queued
-from worldsize.dist.per_rank import local, sharded_like
 from worldsize.errors import CheckpointError, OtherSchemaError, RunFolderError, SaveFailedError
 
 
@@ -197,7 +196,7 @@ class Saver:
         sync_folder(self._root)
         self._at("checkpoint:after-rename")
         try:
-            retention.apply(self._keep, final_, self._at)
+            format.apply(self._keep, final_, self._at)
         except OSError as error:
             said = f"it is complete, but not all others could be deleted that are not kept: {error.strerror}"
             raise OSError(error.errno, said, error.filename) from error

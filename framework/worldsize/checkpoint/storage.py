@@ -27,9 +27,8 @@ from torch.futures import Future
 
 from worldsize.checkpoint.format import ALONE, SCHEMA_VERSION, Checkpoint, seal
 from worldsize.checkpoint.holders import DIFFERENT
-from worldsize.checkpoint.safetensors import header
-from worldsize.checkpoint.shards import DTYPES, Contents, box_of
-from worldsize.checkpoint.validation import Box
+from worldsize.checkpoint.manifest_tree import Box
+from worldsize.checkpoint.safetensors import DTYPES, Contents, box_of, header
 from worldsize.errors import CheckpointError
 
 # DCP's word for a run of one process, where it is meant

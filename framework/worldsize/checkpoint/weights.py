@@ -1,11 +1,14 @@
-"""Reads weights from files: from a worldsize checkpoint, safetensors files, or a torch state_dict."""
+"""Reads weights from files: from a worldsize checkpoint, safetensors files, or a torch state_dict.
+
+From a checkpoint of a schedule-free optimizer, the weights to evaluate are computed (arXiv 2405.15682).
+"""
 
 from __future__ import annotations
 
 import math
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -14,10 +17,8 @@ import torch
 from torch import Tensor
 
 from worldsize.checkpoint.format import MANIFEST, Checkpoint, complete, read, verify
-from worldsize.checkpoint.safetensors import Entry, read_entries
-from worldsize.checkpoint.schedule_free import evaluated_shares
-from worldsize.checkpoint.shards import DTYPES, box_of, overlap, slices_in
-from worldsize.checkpoint.validation import is_shard
+from worldsize.checkpoint.manifest_tree import is_shard
+from worldsize.checkpoint.safetensors import DTYPES, Entry, box_of, overlap, read_entries, slices_in
 from worldsize.errors import CheckpointError, WorldsizeError, neighbours
 from worldsize.files import is_file, is_folder, open_regular, read_regular
 from worldsize.strict_json import parse
@@ -269,3 +270,25 @@ def _names_in(index: Path) -> list[str]:
     if any(Path(name).name != name or name in ("", "..") for name in names):
         raise CheckpointError(f"{index} names files outside of its folder.")
     return names
+
+
+def evaluated_shares(optimizer: Any) -> dict[str, float]:
+    """Return, by parameter, how far it lies from its weights to those that the optimizer steps (its state ``z``).
+
+    Args:
+        optimizer: The part ``optimizer`` of a checkpoint's values (:mod:`worldsize.checkpoint.manifest_tree`).
+    """
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    return dict(pair for group in groups if isinstance(group, Mapping) for pair in _of_group(group)) if groups else {}
+
+
+def _of_group(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    match group:
+        case {"train_mode": True, "params": list(names), "betas": {"$tuple": [float(beta), _]} | [float(beta), _]}:
+            pass
+        case {"train_mode": True, "params": list(names), "momentum": float(beta)}:
+            pass
+        case _:
+            return
+    if 0 < beta < 1:
+        yield from ((str(name), 1 - 1 / beta) for name in names)

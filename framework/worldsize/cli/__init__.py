@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from worldsize.errors import WorldsizeError, neighbours
 from worldsize.messages import refuse, show_messages, until_output_closes
-from worldsize.record.checkout import remove_worktree
+from worldsize.record.code import remove_worktree
 from worldsize.world.scratch import leftovers, short_folder
 
 if TYPE_CHECKING:

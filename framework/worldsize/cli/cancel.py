@@ -12,8 +12,7 @@ from pathlib import Path
 from worldsize.errors import WorldsizeError
 from worldsize.launch.scheduled import Scheduler
 from worldsize.messages import refuse
-from worldsize.record.lock import holder_of, is_locked
-from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory, holder_of, is_locked
 from worldsize.record.run_record import look
 
 

@@ -13,7 +13,7 @@ from worldsize.config.arguments import number
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
 from worldsize.messages import refuse
-from worldsize.observe.comparison import comparison_table
+from worldsize.observe.summary import comparison_table
 from worldsize.record.compare import Comparison, compare_runs
 from worldsize.record.run_record import view
 from worldsize.strict_json import strict

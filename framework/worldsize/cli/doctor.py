@@ -171,7 +171,7 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> Report | None:
     from worldsize.record.run_directory import created
     from worldsize.record.run_record import write_configuration
     from worldsize.world.environments import Node
-    from worldsize.world.fork import will_fork
+    from worldsize.world.processes import will_fork
 
     will_fork()
     launcher = settings.launcher

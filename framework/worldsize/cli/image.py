@@ -10,8 +10,7 @@ from pathlib import Path
 
 from worldsize.errors import WorldsizeError
 from worldsize.messages import refuse
-from worldsize.record.container import BUILDERS, built, engine_of
-from worldsize.record.dockerfile import Dockerfile, usual_base, version_of_uv
+from worldsize.record.container import BUILDERS, Dockerfile, built, engine_of, usual_base, version_of_uv
 
 
 def main() -> None:

@@ -7,9 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from worldsize.config.catalogue import Option, Plugin, options, plugins
-from worldsize.config.installed import Installed, installed
-from worldsize.config.search_path import check_unique, main_conf
+from worldsize.config.search_path import Installed, Option, Plugin, check_unique, installed, main_conf, options, plugins
 from worldsize.errors import WorldsizeError, neighbours
 from worldsize.messages import refuse
 

@@ -15,11 +15,10 @@ from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
 from worldsize.files import open_regular
 from worldsize.launch.scheduled import Scheduler, is_alive
-from worldsize.messages import printable, refuse
-from worldsize.observe.debug_summary import debug_summary
+from worldsize.messages import named, printable, refuse
+from worldsize.observe.nccl_log import debug_summary
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import look
-from worldsize.spans import named
 
 _POLL = 0.2  # seconds
 _LONGEST = 1 << 20  # bytes of a line that are shown at once

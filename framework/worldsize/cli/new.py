@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from worldsize.cli.templates import planned, write
-from worldsize.config.catalogue import options, plugins
+from worldsize.config.search_path import options, plugins
 from worldsize.errors import ConfigError
 from worldsize.messages import refuse
 

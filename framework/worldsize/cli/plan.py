@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from worldsize.cli import call_composed, exit_process
+from worldsize.collectives.cluster_cost import crossings_text
+from worldsize.collectives.cost import mtbf_seconds
 from worldsize.config.arguments import number
 from worldsize.config.compose import choices, task_overrides
 from worldsize.core import Cluster
 from worldsize.core.limits import Range
-from worldsize.dist.cost.checkpoints import mtbf_seconds
-from worldsize.dist.cost.crossings import crossings_text
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
 from worldsize.messages import CONFIG_ERROR, duration, refuse
 from worldsize.plan.advice import (
@@ -49,8 +49,7 @@ from worldsize.record.redaction import redacted_arguments
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
-    from worldsize.plan.forecast import Forecast
-    from worldsize.plan.predictor import Predictor
+    from worldsize.plan.predictor import Forecast, Predictor
 
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -101,7 +100,7 @@ def plan(options: argparse.Namespace) -> int:
 def _show(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str] | None) -> int:
     from worldsize.config.composed import settings_of
     from worldsize.plan.predictor import Given, Predictor, links_of
-    from worldsize.world.fork import will_fork
+    from worldsize.world.processes import will_fork
 
     will_fork()
     if options.model_size is not None and options.compute is None:
@@ -244,7 +243,7 @@ def _curve(
 
 def _payload(predictor: Predictor, options: argparse.Namespace, names: Sequence[str]) -> int:
     """Print the efficiency of each strategy by the bytes of its parameters, and where it falls to the wanted share."""
-    from worldsize.plan.payload import PayloadSweep
+    from worldsize.plan.curve import PayloadSweep
 
     if options.compute is None or options.model_size is not None:
         raise ConfigError(

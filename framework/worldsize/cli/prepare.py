@@ -10,10 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from worldsize.data.prepare.folder import Preparation
-from worldsize.data.prepare.texts import TextFormat
-from worldsize.data.prepare.tokenizer import BYTES, Tokenizer
-from worldsize.data.sources.prepared import MANIFEST
+from worldsize.data.preparation import Preparation
+from worldsize.data.texts import BYTES, TextFormat, Tokenizer
+from worldsize.data.token_shards import MANIFEST
 from worldsize.errors import WorldsizeError
 from worldsize.messages import printable, refuse
 

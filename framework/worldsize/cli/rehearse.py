@@ -25,7 +25,7 @@ from worldsize.cli import call_composed, exit_process
 from worldsize.config.arguments import whole
 from worldsize.core.limits import Range
 from worldsize.errors import ConfigError
-from worldsize.spans import named, spans
+from worldsize.messages import named, spans
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
@@ -59,11 +59,11 @@ def rehearse(options: argparse.Namespace) -> int:
 
 def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
     from worldsize.config.composed import settings_of
-    from worldsize.plan.absent_peers import check_alone
     from worldsize.plan.construction import check_construction, check_trainable
+    from worldsize.plan.dry_run import check_alone
     from worldsize.plan.rehearsal.rank import Part
     from worldsize.plan.rehearsal.ranks import chosen_ranks, rehearse
-    from worldsize.world.fork import will_fork
+    from worldsize.world.processes import will_fork
 
     will_fork()
     settings = settings_of(cfg)
@@ -195,8 +195,7 @@ _UNSETTLED = (
 
 def _wrong(rehearsed: Sequence[Rehearsed]) -> list[str]:
     """Describe where ranks make different calls, messages that do not match, or else a deadlock."""
-    from worldsize.plan.rehearsal.differences import differences
-    from worldsize.plan.rehearsal.waiting import deadlock, mismatches
+    from worldsize.plan.rehearsal.waiting import deadlock, differences, mismatches
 
     parted = differences(rehearsed)
     problems = [str(each) for each in parted[:_SHOWN]]
@@ -237,8 +236,8 @@ def _print(table: Table) -> None:
 def _table(rehearsed: Sequence[Rehearsed], settings: Settings, options: argparse.Namespace) -> Table:
     """Build a table with one row for all ranks that have the same figures."""
     from worldsize.plan.advice import size_text
-    from worldsize.plan.rehearsal.storage_log import PARTS
-    from worldsize.plan.rehearsal.traffic import traffic
+    from worldsize.plan.rehearsal.memory import PARTS
+    from worldsize.plan.rehearsal.ranks import traffic
 
     rows: dict[tuple[str, ...], list[int]] = defaultdict(list)
     last: int = options.steps

@@ -28,21 +28,21 @@ from worldsize.core import ContainerImage
 from worldsize.errors import WorldsizeError
 from worldsize.launch.recorded_run import check_recorded_targets, recorded_flags, recorded_overrides, target_names
 from worldsize.messages import ask, refuse
-from worldsize.record.checkout import checked_out, patched_files, read_patch
+from worldsize.record.code import checked_out, patched_files, read_patch
 from worldsize.record.compare import compare_runs
 from worldsize.record.container import (
     ENGINES,
     Container,
+    Dockerfile,
     built,
     engine_of,
     engines_for,
     passed_on,
     recorded_image,
+    version_of_uv,
 )
-from worldsize.record.data import link_data
-from worldsize.record.dockerfile import Dockerfile, version_of_uv
+from worldsize.record.inputs import check_kept, link_data, remove_compiled
 from worldsize.record.level import recorded_level
-from worldsize.record.plugins import check_kept, remove_compiled
 from worldsize.record.rebuild import (
     Interpreter,
     Lock,

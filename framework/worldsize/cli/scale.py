@@ -102,7 +102,7 @@ def scale(options: argparse.Namespace) -> int:
     """
     from worldsize.plan.predictor import Given, Predictor, links_of
     from worldsize.record.run_directory import planned
-    from worldsize.world.fork import will_fork
+    from worldsize.world.processes import will_fork
 
     will_fork()
     command = shlex.join(["worldsize", "scale", *redacted_arguments(sys.argv[1:])])

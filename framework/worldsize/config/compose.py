@@ -30,8 +30,7 @@ from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from worldsize.config.command_line import brings_files, folder_of_flags, hydra_of_first_point, normalised
-from worldsize.config.explain import explain, scheduler_option
-from worldsize.config.files_read import forget_files, place_of
+from worldsize.config.explain import explain, forget_files, place_of, scheduler_option
 from worldsize.config.launcher_schema import LauncherSource
 from worldsize.config.learning_rate import with_rate
 from worldsize.config.objective import SweepEnded

@@ -1,4 +1,4 @@
-"""Rewrites Hydra's and OmegaConf's errors in one sentence: the fact, then the remedy and similar names."""
+"""Rewrites errors of Hydra and OmegaConf in one sentence: the fact, then the remedy and similar names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     GrammarParseError,
     InterpolationResolutionError,
@@ -22,10 +22,8 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from worldsize.config.files_read import place_of
-from worldsize.config.installed import installed
 from worldsize.config.schema import Schema
-from worldsize.config.search_path import config_folders, main_conf, options_in
+from worldsize.config.search_path import config_folders, installed, main_conf, options_in
 from worldsize.errors import ConfigError, neighbours
 
 
@@ -244,3 +242,31 @@ _KINDS = {
     "bool": "true or false",
     "Union": "a whole number or a name",
 }
+
+
+_READ: dict[Path, tuple[str, DictConfig]] = {}
+
+
+def forget_files() -> None:
+    """Forget those of earlier configurations."""
+    _READ.clear()
+
+
+def note_file(file: Path, package: str, config: DictConfig) -> None:
+    """Remember that ``config``, read from ``file``, belongs below the key ``package``; "" is the root."""
+    _READ[file] = package, config
+
+
+def place_of(key: str) -> str:
+    """Return a sentence, after a blank, that names the file in which ``key`` stands; "" if it stands in none."""
+    for file, (package, config) in reversed(_READ.items()):
+        inner = key if not package else key.removeprefix(f"{package}.")
+        if (inner != key or not package) and _has(OmegaConf.to_container(config), inner.split(".")):
+            return f" It stands in {file}."
+    return ""
+
+
+def _has(node: Any, names: list[str]) -> bool:
+    if not names:
+        return True
+    return isinstance(node, dict) and names[0] in node and _has(node[names[0]], names[1:])

@@ -7,6 +7,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import UnionType
@@ -15,13 +16,11 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import hydra.utils
 from hydra.errors import InstantiationException
 
-from worldsize.config.files_read import place_of
-from worldsize.config.installed import installed
-from worldsize.config.optimizer_groups import check_groups, makes_optimizer, with_groups
-from worldsize.config.search_path import bundle, folders_of, main_conf
+from worldsize.config.explain import place_of
+from worldsize.config.search_path import bundle, folders_of, installed, main_conf
 from worldsize.core.limits import check_limits, hints_of
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
-from worldsize.moved import current
+from worldsize.moved import current, rename_targets
 from worldsize.optimizers.arguments import check_tuples
 
 T = TypeVar("T")
@@ -100,6 +99,8 @@ def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
     """
     if not isinstance(node, Mapping):
         raise ConfigError(f"{key}={'null' if node is None else node} says nothing of what it is. Leave it out.")
+    node = deepcopy(dict(node))
+    rename_targets(node)
     _check_texts(node, key)
     check_node(node, allowed=allowed, key=key)
     try:
@@ -283,3 +284,39 @@ def _spelt(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     return getattr(hint, "__name__", None) or str(hint).replace("typing.", "")
+
+
+def makes_optimizer(target: Any) -> bool:
+    """Return whether ``target`` is an optimizer, or a function that is annotated to return one."""
+    from torch.optim import Optimizer  # not before: who only composes or asks for help would wait for it
+
+    if isinstance(target, type):
+        return issubclass(target, Optimizer)
+    return inspect.signature(target).return_annotation in (Optimizer, "Optimizer")
+
+
+def check_groups(target: Any, groups: Any, *, key: str) -> None:
+    """Raise ConfigError unless ``groups`` is null or maps names to groups of ``target``, each with patterns."""
+    if groups is None:
+        return
+    if not isinstance(groups, Mapping):
+        raise ConfigError(f'{key}={groups!r} is no mapping. Write {key}={{no_decay: {{match: ["*.bias"]}}}}.')
+    for name, group in groups.items():
+        if not isinstance(group, Mapping) or not group.get("match"):
+            raise ConfigError(f'{key}.{name} needs patterns of parameters. Set {key}.{name}.match=["*.bias"].')
+        check_tuples(target, group, key=f"{key}.{name}")
+
+
+def with_groups(node: Any, locate: Callable[[str, str], Any], key: str) -> Any:
+    """Return ``node`` with a call of :func:`grouped` in place of each optimizer that has the key ``groups``."""
+    if isinstance(node, list):
+        return [with_groups(child, locate, key) for child in node]
+    if not isinstance(node, Mapping):
+        return node
+    if "groups" not in node or "_target_" not in node or not makes_optimizer(locate(node["_target_"], key)):
+        return {name: with_groups(child, locate, key) for name, child in node.items()}
+    from worldsize.optimizers.groups import grouped  # which imports torch
+
+    make = {name: value for name, value in node.items() if name != "groups"}
+    target = f"{grouped.__module__}.{grouped.__qualname__}"
+    return {"_target_": target, "_partial_": True, "make": make, "groups": node["groups"] or {}}

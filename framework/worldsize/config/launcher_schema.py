@@ -24,11 +24,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
 from worldsize.config.command_line import REFUSED
-from worldsize.config.files_read import note_file
-from worldsize.config.installed import installed
+from worldsize.config.explain import note_file
 from worldsize.config.instantiate import Allowed, resolve
 from worldsize.config.schema import ClusterSchema
-from worldsize.config.search_path import main_conf, make_importable, roots
+from worldsize.config.search_path import installed, main_conf, make_importable, roots
 from worldsize.core.launcher import OF_CLUSTER
 from worldsize.errors import ConfigError, neighbours
 

@@ -23,7 +23,7 @@ from worldsize.core import BatchLauncher, LaunchMethod, Recipe
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.files import read_regular
 from worldsize.messages import printable
-from worldsize.record.plugins import check_kept
+from worldsize.record.inputs import check_kept
 from worldsize.record.redaction import missing, restore
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import RunView

@@ -1,13 +1,20 @@
-"""Finds configuration groups, plugins and recipes: in the bundle, working directory, extra folders and packages."""
+"""Finds configuration groups, plugins and recipes, and lists them with their sources and descriptions."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from worldsize.config.installed import installed
+from worldsize import __version__
 from worldsize.errors import ConfigError
 from worldsize.files import is_folder
 from worldsize.world.environments import plugin_folders
@@ -92,3 +99,121 @@ def make_importable(folders: Iterable[Path]) -> None:
     for folder in map(str, folders):
         if folder not in sys.path:
             sys.path.append(folder)
+
+
+GROUP = "worldsize.plugins"
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An installed plugin. ``folder``: the files of its package ``module``, or None if it is ``broken``."""
+
+    module: str
+    distribution: str
+    version: str
+    folder: Path | None = None
+    broken: str | None = None
+
+
+@cache
+def installed() -> tuple[Installed, ...]:
+    return tuple(_looked_up(point) for point in sorted(entry_points(group=GROUP), key=lambda point: point.value))
+
+
+def _looked_up(point: EntryPoint) -> Installed:
+    name, version = (point.dist.name, point.dist.version) if point.dist else ("?", "?")
+    folders = _folders(point.module)
+    holder = next((folder for folder in folders if (folder / "conf").is_dir()), None)
+    broken = None if holder else f"the package {point.module} has no conf/" if folders else f"no package {point.module}"
+    return Installed(point.module, name, version, holder, broken)
+
+
+def _folders(module: str) -> list[Path]:
+    """Find the folder of the outermost package only, since finding a nested one would import its parent."""
+    outermost, *inner = module.split(".")
+    try:
+        spec = find_spec(outermost)
+    except (ImportError, ValueError):
+        return []
+    folders = [Path(place, *inner) for place in (spec.submodule_search_locations or ())] if spec else []
+    return [folder for folder in folders if folder.is_dir()]
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A plugin or recipe, and the folder of its files."""
+
+    name: str  # of its module, e.g. "plugins.diloco"
+    folder: Path
+    source: str  # "worldsize", "project", a folder in WORLDSIZE_PLUGINS, or an installed distribution
+    version: str | None = None  # of the distribution
+    foreign: bool = False  # other hosts may not have the folder
+
+    @property
+    def options(self) -> list[Option]:
+        return [Option(*each) for each in options_in(self.folder / "conf")]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One YAML file of a group; ``about``: its first comment."""
+
+    group: str
+    name: str
+    file: Path
+
+    @property
+    def about(self) -> str:
+        comments = re.findall(r"^# ?(.*)", self.file.read_text(), re.MULTILINE)
+        return next((line for line in comments if not line.startswith("@package")), "")
+
+
+def options() -> list[Option]:
+    """List every option of every group, sorted by group and name."""
+    known = [Option(*each) for folder in searched() for each in options_in(folder)]
+    return sorted(known, key=lambda option: (option.group, option.name))
+
+
+def plugins() -> list[Plugin]:
+    """List every plugin and recipe, chosen or not, without broken installed ones."""
+    local = [_in_folder(root, folder) for root in roots() for folder in folders_of(root)]
+    packages = [
+        Plugin(each.module, each.folder, each.distribution, each.version) for each in installed() if each.folder
+    ]
+    return [*local, *packages]
+
+
+def _in_folder(root: Path, folder: Path) -> Plugin:
+    name = f"{folder.parent.name}.{folder.name}"
+    if root == bundle().resolve():
+        return Plugin(name, folder, "worldsize", __version__)
+    foreign = root in foreign_roots()
+    return Plugin(name, folder, str(root) if foreign else "project", foreign=foreign)
+
+
+def used(config: Mapping[str, Any], choices: Mapping[str, str]) -> list[Plugin]:
+    """Return the plugins that a run needs, by name.
+
+    A plugin is needed if it offers a chosen option, or if the configuration or another needed plugin names its module.
+    """
+    known = plugins()
+    chosen = {(group.partition("@")[0], option) for group, option in choices.items()}
+    named = [each for each in known if any((option.group, option.name) in chosen for option in each.options)]
+    texts = [json.dumps(config, default=str), *(text for plugin in named for text in _sources(plugin))]
+    while texts:
+        text = texts.pop()
+        for plugin in known:
+            if plugin not in named and _is_named(plugin.name, text):
+                named.append(plugin)
+                texts += _sources(plugin)
+    return sorted(named, key=lambda plugin: plugin.name)
+
+
+def _is_named(module: str, text: str) -> bool:
+    package, _, name = module.rpartition(".")
+    imported_from = rf"|from {re.escape(package)} import .*\b{re.escape(name)}\b" if package else ""
+    return re.search(rf"\b{re.escape(module)}\b{imported_from}", text) is not None
+
+
+def _sources(plugin: Plugin) -> list[str]:
+    return [file.read_text(errors="replace") for file in plugin.folder.rglob("*.py")]

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from worldsize.checkpoint.format import HYPERPARAMETERS
-from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.format import HYPERPARAMETERS, Retention
 from worldsize.core import HealthLimits, Listener, is_split, metric_key, split_of
-from worldsize.data.shuffle import Shuffle
+from worldsize.data.permutation import Shuffle
 from worldsize.errors import ConfigError, neighbours
-from worldsize.world.preemption import SIGNALS
+from worldsize.world.processes import SIGNALS
 from worldsize.world.topology import Topology
 
 

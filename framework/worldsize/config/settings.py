@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from worldsize.checkpoint.retention import Retention
-from worldsize.config.cluster import cluster_of
+from worldsize.checkpoint.format import Retention
+from worldsize.config.cluster import check_topology, cluster_of
 from worldsize.config.instantiate import Allowed, build, check_node, check_targets
 from worldsize.config.remembering import check_remembers
 from worldsize.config.sections import (
@@ -32,7 +32,6 @@ from worldsize.config.shape import (
     check_heals,
     check_reduce,
 )
-from worldsize.config.tiers import check_topology
 from worldsize.core import (
     AgentLauncher,
     Autoscaler,

@@ -1,9 +1,8 @@
 """The contracts of worldsize. Imports torch, the standard library and worldsize.errors, nothing else."""
 
-from worldsize.core.autoscaler import Autoscaler, GangState
-from worldsize.core.buffer_rules import BufferRule, Concatenated
 from worldsize.core.cluster import (
     Cluster,
+    ContainerImage,
     Link,
     Pinning,
     Role,
@@ -39,13 +38,13 @@ from worldsize.core.events import (
     TransportFellBack,
     UpdateOverflowed,
 )
-from worldsize.core.features import FeatureRecipe, Features
-from worldsize.core.health import HealthLimits
-from worldsize.core.image import ContainerImage
 from worldsize.core.launcher import (
     AgentLauncher,
+    Autoscaler,
     BatchLauncher,
     Failure,
+    GangState,
+    HealthLimits,
     Job,
     Launcher,
     LaunchMethod,
@@ -54,10 +53,11 @@ from worldsize.core.launcher import (
     Plan,
 )
 from worldsize.core.limits import FilePath, FolderName, Limit, OneOf, Range
-from worldsize.core.multi_update import MultiUpdateRecipe, Update
 from worldsize.core.numerics import Nonfinite, Numerics, Precision
 from worldsize.core.recipe import (
     Batch,
+    BufferRule,
+    Concatenated,
     EvaluationBatch,
     Loss,
     LossOutput,
@@ -70,6 +70,7 @@ from worldsize.core.recipe import (
     TensorStyle,
     saves_state,
 )
+from worldsize.core.recipe_kinds import FeatureRecipe, Features, MultiUpdateRecipe, Update
 from worldsize.core.state_metric import StateMetric, StateReduction
 from worldsize.core.strategy import (
     Cost,

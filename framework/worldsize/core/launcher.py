@@ -1,4 +1,8 @@
-"""Contracts of launchers: how the processes of a run start, and how the job that they form ends."""
+"""Contracts of launchers: how the processes of a run start, and how the job that they form ends.
+
+An :class:`Autoscaler` is a policy that changes the number of processes of a run while it trains. :class:`HealthLimits`
+are the figures of a node that raise an alert.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Annotated, Any, ClassVar, NotRequired, TypedDict
 
-from worldsize.core.autoscaler import Autoscaler
 from worldsize.core.cluster import Cluster, Role
-from worldsize.core.health import HealthLimits
+from worldsize.core.limits import SECONDS, Range
 
 OF_CLUSTER = "worldsize.of_cluster"  # in a field's metadata
 
@@ -227,3 +230,70 @@ class BatchLauncher(LaunchMethod):
     def log_command(self, job: str, *, follow: bool) -> Sequence[str]:
         """Return the command that shows a job's logs; empty if they are in the run folder."""
         return ()
+
+
+@dataclass(frozen=True)
+class GangState:
+    """A gang that heals, as a policy sees it.
+
+    Attributes:
+        run_dir: The run folder.
+        step: Newest step that a process has begun; 0: none.
+        processes: Number of processes that train, or are about to join.
+        seconds: Seconds since the attempt began.
+        least: Least number of processes: ``Role.min_processes``, in whole blocks; strategies take it from
+            ``cluster.min_processes``.
+        most: Largest number of processes: ``max_processes`` of the policy, else the number of logical ranks.
+    """
+
+    run_dir: Path
+    step: int
+    processes: int
+    seconds: float
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autoscaler(ABC):
+    """Says how many processes are to train; derive a frozen dataclass from it, whose fields are its options.
+
+    It is asked in a process of its own beside those that train: it may wait for a network, and start threads. If it
+    raises an error, that is logged, and the number of processes stays.
+
+    Args:
+        every: Seconds from one question to the next.
+        max_processes: Largest number of processes; None: the number of logical ranks.
+    """
+
+    every: Annotated[float, SECONDS] = 10.0
+    max_processes: Annotated[int | None, Range(least=1)] = None
+
+    @abstractmethod
+    def wanted(self, state: GangState) -> int:
+        """Return the number of processes that are to train; it is moved into the bounds of ``state``."""
+
+
+@dataclass(frozen=True)
+class HealthLimits:
+    """The limits beyond which a figure of a node raises an alert, None for never, and how often they are checked.
+
+    Attributes:
+        every: Seconds between two samples of a node.
+        memory: Share of the memory of the node, or of the container that the run is in, that is in use.
+        process_memory: Resident bytes of one process of the run.
+        swap: Bytes that the node reads from and writes to its swap space in a second.
+        disk: Share of the file system of the run folder that is in use.
+        temperature: Degrees Celsius of a GPU.
+        network_errors: Errors of the network interfaces in a minute.
+        cpus: CPUs that the run's processes on a node need; an alert is raised if they are bound to fewer.
+    """
+
+    every: float
+    memory: float | None = None
+    process_memory: float | None = None
+    swap: float | None = None
+    disk: float | None = None
+    temperature: float | None = None
+    network_errors: float | None = None
+    cpus: int | None = None

@@ -1,4 +1,7 @@
-"""The recipe: model, data, loss and evaluation. Nothing here knows about processes, devices or strategies."""
+"""The recipe: model, data, loss and evaluation. Nothing here knows about processes, devices or strategies.
+
+A buffer that a step's forward passes change has a rule by which its values are combined over logical ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
-from worldsize.core.buffer_rules import BufferRule
 from worldsize.core.state_metric import StateMetric
 
-if TYPE_CHECKING:  # torch takes seconds
+if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+
 
 Batch = Any
 Metrics: TypeAlias = "Mapping[str, tuple[Tensor, Tensor]]"  # each as (sum, count), two scalars
@@ -298,3 +301,28 @@ class EvaluationBatch:
     data: Batch
     counted: bool = True
     seed: int = 0  # of the random numbers that the evaluation draws, whichever process evaluates the batch
+
+
+BufferSum = Literal["mean", "sum", "equal", "last"]
+BUFFER_SUMS: tuple[BufferSum, ...] = get_args(BufferSum)
+
+
+@dataclass(frozen=True)
+class Concatenated:
+    """A ring of rows into which each logical rank writes its own, one after the other, such as MoCo's queue of keys.
+
+    With K rows, and the pointer at p when a step begins, a logical rank writes its n rows at p, p + 1, ..., p + n - 1
+    (modulo K) and moves the pointer to p + n (modulo K). After the step the rows of logical rank 0 are at p, those of
+    logical rank 1 behind them, and so on, and the pointer is behind the last: as if one process had written the rows of
+    the whole batch at once. If they are more than K, later rows replace earlier ones.
+
+    Attributes:
+        pointer: Name of the buffer with the position of the next row, one integer, in the same module as the queue.
+        dim: Dimension of the queue along which its rows are.
+    """
+
+    pointer: str
+    dim: int = 0
+
+
+BufferRule: TypeAlias = BufferSum | Concatenated

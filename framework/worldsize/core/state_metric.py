@@ -15,7 +15,7 @@ StateReduction = Literal["sum", "min", "max", "cat"]
 class StateMetric(ABC):
     """A metric of a whole split: each batch has a state, states are merged, and the value is computed from the result.
 
-    :mod:`worldsize.metrics.torchmetrics` adapts torchmetrics, :mod:`worldsize.metrics.concatenated` any function of all
+    :mod:`worldsize.metrics` adapts torchmetrics, :mod:`worldsize.metrics` any function of all
     predictions.
     """
 

@@ -18,13 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worldsize.core import ConfigError, Range
-from worldsize.data.lengths import LookedUpLengths
 from worldsize.data.order import OwnOrder, own_order
-from worldsize.data.permutation import enciphered
-from worldsize.data.shuffle import Shuffle
-from worldsize.data.source import Source
+from worldsize.data.permutation import Shuffle, enciphered
+from worldsize.data.source import LookedUpLengths, Source
 from worldsize.errors import neighbours
-from worldsize.record.seeds import stream
+from worldsize.record.determinism import stream
 
 _BLOCK = 1 << 16  # places; in each, a source has the same number of them
 Numbers = NDArray[numpy.int64]

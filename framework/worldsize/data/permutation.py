@@ -1,22 +1,28 @@
-"""Permutations of a data set's indices by a key: each is computed by itself, whatever the number of samples.
+"""Permutes the samples of an epoch by a key: each by itself, or in blocks for data on slow storage.
+
+Each index of a permutation is computed by itself, whatever the number of samples.
 
 A data set of at most 2²² samples is permuted whole by ``torch.randperm``, which every process then holds (32 MiB). A
 larger one is permuted by a block cipher on the smallest domain of 2ᵇ numbers that holds all indices, with cycle-walking
-(Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002, section 3): what is enciphered to a number that
-is no index is enciphered again. The cipher is a Feistel network (Luby and Rackoff 1988) with halves of b/2 bits, or of
-b/2 ± ½, whose round function is the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, figure 16).
+(Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002, section 3): a number that is enciphered to one
+beyond the last index is enciphered again. The cipher is a Feistel network (Luby and Rackoff 1988) with halves of b/2
+bits, or of b/2 ± ½, whose round function is the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014,
+figure 16).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated, final
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worldsize.record.seeds import stream
+from worldsize.core import Range
+from worldsize.record.determinism import stream
 
 ORDER = 3
 """The version of the order of samples, which a seed alone decides; another one draws other samples."""
@@ -96,3 +102,61 @@ def _mixed(words: _Words) -> _Words:
     words = (words ^ (words >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
     return words ^ (words >> numpy.uint64(31))
+
+
+Numbers = NDArray[numpy.int64]
+
+
+@final
+@dataclass(frozen=True)
+class Shuffle:
+    """Decides how far a sample may move from its neighbours, in one epoch.
+
+    With blocks, an epoch reads the storage in runs of ``block`` samples, from ``window`` places at a time: blocks are
+    permuted, then the samples within each window of blocks. Where blocks begin is drawn anew for each epoch. Any place
+    is computed by itself, with no memory for the others.
+
+    Args:
+        enabled: whether samples are permuted at all; they keep the order of the data otherwise.
+        block: samples that are neighbours in the data and stay close; 1: each sample goes anywhere.
+        window: blocks whose samples are mixed.
+    """
+
+    enabled: bool = True
+    block: Annotated[int, Range(least=1)] = 1
+    window: Annotated[int, Range(least=1)] = 64
+
+    def span(self, seed: int, length: int, places: range) -> Tensor:
+        """Return the indices, int64 [places], that stand at neighbouring ``places`` of an epoch of ``length`` samples.
+
+        Args:
+            seed: decides this epoch's permutation.
+        """
+        if self.enabled and self.block == 1:
+            return permuted(seed, length, places)
+        return torch.from_numpy(self.at(seed, length, numpy.arange(places.start, places.stop, dtype=numpy.int64)))
+
+    def at(self, seed: int, length: int, places: Numbers) -> Numbers:
+        """Return the indices, int64 [places], that stand at any ``places`` of an epoch, without memory for the rest.
+
+        It is not the permutation of :meth:`span`, which keeps that of a small data set in memory.
+        """
+        if not self.enabled:
+            return places
+        if self.block == 1 or length <= self.block:
+            return permuted_at(seed, length, places)
+        return self._in_blocks(seed, length, places)
+
+    def _in_blocks(self, seed: int, length: int, places: Numbers) -> Numbers:
+        """Permute a ring of samples that begins anywhere; what does not fill a block comes last."""
+        blocks, size = length // self.block, self.window * self.block
+        order = numpy.empty_like(places)
+        for window in numpy.unique(places // size).tolist():
+            chosen = places // size == window
+            first = window * size
+            mixed = permuted_at(stream(seed, "window", window), min(size, length - first), places[chosen] - first)
+            order[chosen] = first + mixed
+        number, within = order // self.block, order % self.block
+        full = number < blocks
+        number[full] = permuted_at(stream(seed, "block"), blocks, number[full])
+        return (stream(seed, "rotation") + number * self.block + within) % length

@@ -1,4 +1,8 @@
-"""What the data sets of this package have in common: samples with an index, in files that are read a few at a time."""
+"""Base classes of the data sets of this package: samples with an index, in files that are read a few at a time.
+
+An :class:`IndexedSource` finds its samples by an index that one pass over the files makes. Lengths of samples can be
+given without a list of all of them (:class:`LookedUpLengths`).
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, final
 
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import Dataset
 
-from worldsize.core import FilePath, OneOf
-from worldsize.data.storage.byte_files import ByteFile, SampleError, digests
+from worldsize.core import ConfigError, FilePath, OneOf
+from worldsize.data.storage.byte_files import COUNTS, ByteFile, SampleError, digests
 from worldsize.data.storage.cache import Cache
-from worldsize.data.storage.open_files import is_url, open_files
-from worldsize.data.storage.read_counts import COUNTS
-from worldsize.record.seeds import stream
+from worldsize.data.storage.index import Scan, indexed
+from worldsize.data.storage.listing import is_url, open_files
+from worldsize.record.determinism import stream
 
 _logger = logging.getLogger(__name__)
 _TRIES = 1000  # samples that may be bad, of those that could stand in for one
@@ -32,7 +40,7 @@ class Source(Dataset[Any], ABC):
     the first sample is asked for, in the process that asks.
 
     One that knows how long its samples are has an attribute ``lengths``, for ``length_balanced``: a tensor [samples],
-    or what looks them up (:class:`worldsize.data.lengths.LookedUpLengths`).
+    or what looks them up (:class:`worldsize.data.source.LookedUpLengths`).
     """
 
     @abstractmethod
@@ -219,3 +227,70 @@ def count_skipped(index: int, error: SampleError) -> None:
     """Count and log a sample that cannot be read."""
     COUNTS.skipped += 1
     _logger.warning("sample %d is skipped: %s", index, error)
+
+
+Array = NDArray[Any]
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+
+
+@dataclass(frozen=True)
+class IndexedSource(FileSource):
+    """Samples that an index finds: arrays of which each row is a sample, or a part of a file with several."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """Name of the rule that makes the index, with its version, and all arguments that it depends on."""
+
+    @abstractmethod
+    def scanner(self) -> Scan:
+        """Return what makes the index: a function that is called with each file in turn (:func:`indexed`).
+
+        It raises SampleError if a file is not of this kind.
+        """
+
+    @cached_property
+    def index(self) -> Mapping[str, Array]:
+        """The index of all files, mapped from disk."""
+        made = indexed(self.kind, self.files, self.cache, self.scanner())
+        if not made:
+            names = self.files[0].name if len(self.files) == 1 else f"{self.files[0].name} and the files after it"
+            raise ConfigError(f"{names}, byte 0: there is no sample. Check the path of the data.")
+        return made
+
+    @property
+    def lengths(self) -> LookedUpLengths | None:
+        """The lengths of the samples: what the index has as ``size``, such as their bytes; None: it has none."""
+        sizes = self.index.get("size")
+        return None if sizes is None else LookedUpLengths(lambda indices: sizes[indices])
+
+    def file_of(self, row: int) -> ByteFile:
+        """Return the file of a row of the index."""
+        return self.files[int(self.index["file"][row])]
+
+
+def refuse_compressed(file: ByteFile) -> None:
+    """Raise SampleError if a file is compressed as a whole, so that its samples cannot be read one by one."""
+    head = file.read(0, min(6, file.size))
+    for magic, name in _COMPRESSED.items():
+        if head.startswith(magic):
+            raise SampleError(
+                f"{file.name}, byte 0: the file is compressed with {name}, which can only be read from its beginning. "
+                "Decompress it."
+            )
+
+
+@final
+class LookedUpLengths:
+    """The lengths of the samples of a source, looked up where they are asked for.
+
+    Args:
+        look_up: returns the lengths of the samples with these numbers: whole numbers [numbers], of any type.
+    """
+
+    def __init__(self, look_up: Callable[[NDArray[numpy.int64]], NDArray[Any]]) -> None:
+        self._look_up = look_up
+
+    def __getitem__(self, indices: Tensor) -> Tensor:
+        """Return the lengths of the samples ``indices``, int64 [indices]."""
+        return torch.from_numpy(self._look_up(indices.numpy()).astype(numpy.int64))

@@ -24,13 +24,20 @@ from torch.utils.data import DataLoader, IterableDataset
 from worldsize.checkpoint.format import STREAMS, Checkpoint
 from worldsize.checkpoint.load import read_tensors
 from worldsize.core import Batch, ConfigError, ShardedStream, WorldsizeError
+from worldsize.data.batches import Collate
 from worldsize.data.data_wait import DataWait, Patience, own_place
-from worldsize.data.endless import EndlessReader
-from worldsize.data.fetch import Collate
 from worldsize.data.order import Order
-from worldsize.data.reader_process import begin_reader, place_of, shared_stacks, started, watched, worker_context
-from worldsize.data.worker_stacks import WorkerStacks
-from worldsize.record.seeds import seed_generators, stream
+from worldsize.data.stream_state import EndlessReader
+from worldsize.data.worker_process import (
+    WorkerStacks,
+    begin_reader,
+    place_of,
+    shared_stacks,
+    started,
+    watched,
+    worker_context,
+)
+from worldsize.record.determinism import seed_generators, stream
 
 _logger = logging.getLogger(__name__)
 

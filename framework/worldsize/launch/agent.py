@@ -28,15 +28,14 @@ from worldsize.launch.meeting import Door, gather, reach
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.restarts import run_attempts
 from worldsize.net.agent_connection import AgentConnection, RemoteAgent
+from worldsize.net.credentials import read_key
 from worldsize.net.handshake import Message
-from worldsize.net.run_key import read_key
 from worldsize.record.attempt import failure_of_launcher
-from worldsize.record.lock import is_locked
-from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory, is_locked
 from worldsize.record.run_record import opened
 from worldsize.world.environments import Node, job_of, lost_first, meeting_name, node, port_of
-from worldsize.world.fork import will_fork
 from worldsize.world.pinning import FEW_CPUS, few_cpus
+from worldsize.world.processes import will_fork
 
 _logger = logging.getLogger(__name__)
 

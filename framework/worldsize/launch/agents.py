@@ -22,15 +22,14 @@ from worldsize.launch.meeting import Door
 from worldsize.launch.node import NodeLauncher, Rendezvous, health_processes, start_process
 from worldsize.launch.outpost import Outpost
 from worldsize.launch.remote import RemoteHosts
-from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
+from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, Mailbox, RemoteAgent
 from worldsize.net.handshake import Message
-from worldsize.net.mailbox import Mailbox
 from worldsize.world.environments import Node
-from worldsize.world.interfaces import address_towards, interface_of
-from worldsize.world.interfaces import variables as network_variables
-from worldsize.world.preemption import PREEMPTED
+from worldsize.world.processes import PREEMPTED
 from worldsize.world.roles import heals
 from worldsize.world.scratch import socket_folder
+from worldsize.world.topology import address_towards, interface_of
+from worldsize.world.topology import variables as network_variables
 
 
 @final

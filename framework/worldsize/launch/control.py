@@ -13,7 +13,7 @@ from typing import Any, NotRequired, Protocol, Self, TypedDict, final
 
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.files import read_regular
-from worldsize.net.bounded_io import receive_line
+from worldsize.net.agent_connection import receive_line
 from worldsize.strict_json import parse
 
 MOST = 64  # processes that one request may add or remove: these start before the request times out

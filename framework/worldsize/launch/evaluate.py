@@ -16,15 +16,14 @@ from omegaconf import DictConfig
 from rich.table import Table
 from rich.text import Text
 
-from worldsize.checkpoint.format import Checkpoint, complete, digest_of, read, step_of, verify
-from worldsize.checkpoint.retention import Retention
+from worldsize.checkpoint.format import Checkpoint, Retention, complete, digest_of, read, step_of, verify
 from worldsize.config.settings import Settings
 from worldsize.core import Launcher, spoken_name
 from worldsize.errors import ConfigError
 from worldsize.launch.execute import checked
 from worldsize.launch.record import config_text, scrubber_of, with_secrets
 from worldsize.messages import printable
-from worldsize.record.data import check_data, recipe_fingerprint
+from worldsize.record.inputs import check_data, recipe_fingerprint
 from worldsize.record.redaction import Scrubber
 from worldsize.record.run_directory import RunDirectory, created
 from worldsize.record.run_record import RunView, read_result, write_configuration

@@ -25,18 +25,17 @@ from worldsize.devices import device_count
 from worldsize.errors import WorldsizeError
 from worldsize.launch.agents import Follower, Lead
 from worldsize.launch.host_check import facts_of
-from worldsize.launch.meeting import arrivals, reach
+from worldsize.launch.meeting import PortProbe, arrivals, probe_all, reach
 from worldsize.launch.node import NodeLauncher
-from worldsize.launch.port_probe import PortProbe, probe_all
 from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
+from worldsize.net.credentials import read_key
 from worldsize.net.handshake import Message
-from worldsize.net.run_key import read_key
 from worldsize.plan.doctor.evaluate import evaluate
 from worldsize.plan.doctor.findings import REPORT, read_facts, read_findings, write_facts
 from worldsize.record.run_directory import RunDirectory
 from worldsize.strict_json import strict
 from worldsize.world.environments import Node
-from worldsize.world.interfaces import address_towards, interface_of, interfaces
+from worldsize.world.topology import address_towards, interface_of, interfaces
 
 _logger = logging.getLogger(__name__)
 

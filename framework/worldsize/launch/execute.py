@@ -16,9 +16,9 @@ from rich.console import Console
 
 from worldsize.checkpoint.format import complete, step_of
 from worldsize.checkpoint.weights import source_of
+from worldsize.collectives.cluster_cost import crossings_text
 from worldsize.config.compose import choices, is_sweep
-from worldsize.config.composed import lengths_of, settings_of
-from worldsize.config.effects import check_effects
+from worldsize.config.composed import check_effects, lengths_of, settings_of
 from worldsize.config.learning_rate import update_text
 from worldsize.config.objective import Trial, is_search, value_of
 from worldsize.config.remembering import check_resumes
@@ -33,22 +33,20 @@ from worldsize.core import (
     Outcome,
     Plan,
 )
-from worldsize.data.balanced import sample_lengths
+from worldsize.data.order import sample_lengths
 from worldsize.data.source import check_paths
-from worldsize.dist.cost.crossings import crossings_text
 from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, WorldsizeError
-from worldsize.launch.hints import command_line
 from worldsize.launch.record import amend_record, check_same, scrubber_of, with_secrets, write_record
-from worldsize.launch.restarts import run_attempts
+from worldsize.launch.restarts import command_line, run_attempts
 from worldsize.launch.scheduled import wait_for
-from worldsize.launch.sweep_ends import end_of, show_ends
+from worldsize.launch.sweep import end_of, show_ends
 from worldsize.messages import outlive_output
 from worldsize.observe.summary import show_summary
 from worldsize.plan.construction import check_construction, check_trainable
+from worldsize.record.determinism import generators_kept
 from worldsize.record.run_directory import RunDirectory, created, planned, writing
 from worldsize.record.run_record import RunRecord, look, note_job, opened, read_result
-from worldsize.record.seeds import generators_kept
-from worldsize.world.fork import will_fork
+from worldsize.world.processes import will_fork
 from worldsize.world.roles import heals
 
 _logger = logging.getLogger(__name__)

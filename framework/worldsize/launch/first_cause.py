@@ -12,8 +12,7 @@ from typing import NotRequired, TypedDict, final
 
 from worldsize.core import Failure, Outcome
 from worldsize.record.flight import hang_report
-from worldsize.world.heartbeat import Beat
-from worldsize.world.preemption import PREEMPTED
+from worldsize.world.processes import PREEMPTED, Beat
 
 
 class ProcessError(TypedDict):

@@ -16,11 +16,9 @@ from typing import Any, final
 from worldsize.core import Job, Outcome
 from worldsize.launch.control import Control
 from worldsize.launch.first_cause import outcome_of
-from worldsize.launch.folder_watch import FolderWatch
-from worldsize.launch.interruption import Abort, Signals
+from worldsize.launch.interruption import Abort, FolderWatch, Signals
 from worldsize.launch.members import Member, Members
-from worldsize.launch.membership_server import MembershipServer
-from worldsize.launch.resize import Resize
+from worldsize.launch.membership_server import MembershipServer, Resize
 from worldsize.record.run_directory import RunDirectory
 
 

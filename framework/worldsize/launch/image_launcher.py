@@ -1,12 +1,13 @@
-"""Options of launchers whose processes start in a container image."""
+"""Options of launchers whose processes start in a container image, and names of runs in schedulers."""
 
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from worldsize.core import ConfigError, ContainerImage, LaunchMethod, OneOf
+from worldsize.core import ConfigError, ContainerImage, LaunchMethod, OneOf, Plan
 from worldsize.core.launcher import cluster_option
 
 _logger = logging.getLogger(__name__)
@@ -35,3 +36,9 @@ class ImageLauncher(LaunchMethod):
             if is_required:
                 raise ConfigError(f"cluster.image_digest=required: {fact}. {remedy}; nothing was started.")
             _logger.warning("%s. %s for a run that can be re-created.", fact, remedy)
+
+
+def job_name(plan: Plan) -> str:
+    """Return a name for the run's jobs, of at most 40 characters that host names may have."""
+    words = re.sub("[^a-z0-9]+", "-", f"{plan.run_dir.parts[-2]}-{plan.run_dir.name}".lower())
+    return "ws-" + words[-37:].strip("-")

@@ -1,14 +1,17 @@
-"""Wakes a launching process that waits for its gang, on signals or calls from another thread."""
+"""Wakes a launching process that waits for its gang: on signals, on calls, when its run folder is deleted."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
+from pathlib import Path
 from types import FrameType
-from typing import Any, Self, final
+from typing import Any, ClassVar, Self, final
 
-from worldsize.world.preemption import SIGNALS, handled, note
+from worldsize.record.run_directory import is_missing
+from worldsize.world.processes import SIGNALS, handled, note
 
 
 @final
@@ -71,3 +74,31 @@ class Abort:
             self._is_closed = True
             os.close(self.arrival)
             os.close(self._write)
+
+
+@final
+class FolderWatch:
+    """Checks about once a second whether the run's manifest exists.
+
+    The folder counts as deleted if the manifest is missing twice in a row, since on some mounted buckets a file is
+    missing for a moment while it is replaced. A run without a manifest from the start, such as an examination, is not
+    checked.
+    """
+
+    interval: ClassVar[float] = 1.0  # seconds between two checks
+
+    def __init__(self, manifest: Path) -> None:
+        self._manifest, self._is_expected = manifest, manifest.exists()
+        self._next = time.monotonic() + self.interval
+        self._misses = 0
+
+    @property
+    def is_deleted(self) -> bool:
+        return self._misses > 1
+
+    def look(self) -> bool:
+        """Return whether the folder was deleted; check at most once a second."""
+        if self._is_expected and time.monotonic() >= self._next and not self.is_deleted:
+            self._next = time.monotonic() + self.interval
+            self._misses = self._misses + 1 if is_missing(self._manifest) else 0
+        return self.is_deleted

@@ -13,11 +13,10 @@ from typing import Annotated, final
 from worldsize.core import BatchLauncher, Cluster, ConfigError, OneOf, Plan, Range
 from worldsize.core.launcher import cluster_option
 from worldsize.files import read_regular
-from worldsize.launch.image_launcher import ImageLauncher
-from worldsize.launch.names import job_name
+from worldsize.launch.image_launcher import ImageLauncher, job_name
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.templates import filled
-from worldsize.net.run_key import read_key, write_key
+from worldsize.net.credentials import read_key, write_key
 from worldsize.strict_json import LARGEST
 
 _RUN_FILES = "/etc/worldsize/run"

@@ -13,9 +13,9 @@ from worldsize.devices import backend_names, device_count
 from worldsize.errors import neighbours
 from worldsize.launch.node import NodeLauncher, Rendezvous
 from worldsize.world.environments import Node
-from worldsize.world.interfaces import missing_interfaces
 from worldsize.world.pinning import Pins, pins_here
 from worldsize.world.roles import role_of
+from worldsize.world.topology import missing_interfaces
 
 
 @final

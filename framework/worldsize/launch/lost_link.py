@@ -20,8 +20,7 @@ from typing import final
 
 from worldsize.errors import FirstHostLostError, WorldsizeError
 from worldsize.net.agent_connection import AgentConnection
-from worldsize.record.lock import is_locked
-from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory, is_locked
 from worldsize.record.run_record import view
 
 _logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Connects the agents of a run's hosts: all others connect to the first, and both ends authenticate."""
+"""Connects the agents of a run's hosts, or tests whether they can reach each other."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Self, final
 
 from worldsize.errors import WorldsizeError
 from worldsize.messages import CONFIG_ERROR
-from worldsize.net.admission import Admission
-from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
-from worldsize.net.bounded_io import receive_exactly
+from worldsize.net.agent_connection import (
+    Admission,
+    AgentConnection,
+    HeartbeatSender,
+    Mailbox,
+    RemoteAgent,
+    receive_exactly,
+    receive_line,
+)
+from worldsize.net.credentials import RunKey
 from worldsize.net.handshake import Message, MessageSeal, NotOfThisRunError, Turn, follow
-from worldsize.net.mailbox import Mailbox
-from worldsize.net.run_key import RunKey
 from worldsize.world.environments import Node
-from worldsize.world.interfaces import address_towards
+from worldsize.world.topology import address_towards
 
 _logger = logging.getLogger(__name__)
 
@@ -169,3 +176,59 @@ def _conducted(handshake: Generator[Turn, bytes, MessageSeal], connection: socke
         except StopIteration as done:
             seal: MessageSeal = done.value
             return seal
+
+
+_PATIENCE = 3.0  # seconds
+_AT_ONCE = 32
+_LONGEST = 32  # bytes of a node's number
+
+
+@final
+class PortProbe:
+    """An open port at ``address`` that sends every client the number of its node.
+
+    Raises:
+        OSError: this host has no such address.
+    """
+
+    def __init__(self, address: str, node: int) -> None:
+        self._listener = socket.create_server((address, 0), backlog=_AT_ONCE)
+        self._node = node
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="probe")
+        self.port: int = self._listener.getsockname()[1]
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which must end before this process forks
+        self._thread.join()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with connection, suppress(OSError):
+                    connection.settimeout(_PATIENCE)
+                    connection.sendall(f"{self._node}\n".encode())
+
+
+def probe(address: str, port: int, node: int) -> str | None:
+    """Return why the port of ``node`` cannot be reached, or None if it can."""
+    try:
+        with socket.create_connection((address, port), timeout=_PATIENCE) as connection:
+            line = receive_line(connection, at_most=_LONGEST, deadline=time.monotonic() + _PATIENCE)
+    except OSError as error:
+        return str(error)
+    said = line.decode("latin-1").strip().encode("unicode_escape").decode()  # another program
+    return None if said == str(node) else f"another process answers there ({said or 'nothing'})"
+
+
+def probe_all(probes: Sequence[Mapping[str, int | str]], own: int) -> dict[int, str]:
+    """Map each node whose port cannot be reached from here to the reason. ``own`` is this node."""
+    others = [(str(each["address"]), int(each["port"]), int(each["node"])) for each in probes if each["node"] != own]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        refusals = pool.map(lambda other: probe(*other), others)
+        return {node: why for (_, _, node), why in zip(others, refusals, strict=True) if why}

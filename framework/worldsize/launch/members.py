@@ -1,26 +1,30 @@
-"""Tracks the processes of a gang: which are alive, which have ended, and which are restarted or dropped."""
+"""Tracks the processes of a gang, and shows their logs on the terminal."""
 
 from __future__ import annotations
 
+import io
 import logging
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, final
+from typing import TYPE_CHECKING, Protocol, final
 
 from worldsize.core import Failure, Role
-from worldsize.files import read_regular
+from worldsize.files import open_regular, read_regular
 from worldsize.launch.first_cause import Ending, ProcessError
-from worldsize.launch.terminal import Terminal
 from worldsize.messages import last_error
 from worldsize.strict_json import LARGEST, parse
-from worldsize.world.heartbeat import Beat, read_beat
 from worldsize.world.membership import Pipe
-from worldsize.world.preemption import PREEMPTED
+from worldsize.world.processes import PREEMPTED, Beat, read_beat
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+
 
 _logger = logging.getLogger(__name__)
 
@@ -252,3 +256,53 @@ def _step(beat: Beat | None) -> int | None:
 def _starts(lost: Sequence[Member], role: str, rank: int) -> int:
     """Return how often a process was started and died."""
     return sum((each.role, each.rank) == (role, rank) for each in lost)
+
+
+_CHUNK = 1 << 20  # bytes
+
+
+@final
+class Terminal:
+    """Follows log files and shows each line after the name of its process, as in "[worker 3] ..."."""
+
+    def __init__(self) -> None:
+        self._tails: list[TailLog] = []
+
+    def show(self, name: str, log: Path, *, start: int = 0) -> None:
+        """Start to follow the log of the process ``name``, from byte ``start`` on."""
+        from torch.distributed.elastic.multiprocessing.tail_log import TailLog  # takes seconds, as torch does
+
+        prefix, earlier = f"[{name}] ", iter(range(_lines_before(start, log)))
+        try:
+            tail = TailLog(
+                prefix,
+                {0: str(log)},
+                sys.stdout,
+                {0: prefix},
+                log_line_filter=lambda line: next(earlier, None) is None,
+            )
+            self._tails.append(tail.start())
+        except RuntimeError as error:  # a host may allow a process but no thread to follow it
+            _logger.warning("%s is not shown here, see %s: %s", name, log, error)
+
+    def close(self) -> None:
+        """Show the rest of all logs, and stop."""
+        for tail in self._tails:
+            tail.stop()
+
+
+def size_of(log: Path) -> int:
+    """Return the size of a log in bytes; 0 if it does not exist."""
+    return log.stat().st_size if log.exists() else 0
+
+
+def _lines_before(start: int, log: Path) -> int:
+    """Return how many lines of a log end before byte ``start``, as Python splits a text file."""
+    if not start:
+        return 0
+    decoder, lines = io.IncrementalNewlineDecoder(None, translate=True), 0
+    with open_regular(log) as file:
+        while start and (chunk := file.read(min(start, _CHUNK))):
+            start -= len(chunk)
+            lines += decoder.decode(chunk.decode("latin-1"), final=not start).count("\n")
+    return lines

@@ -20,20 +20,17 @@ from worldsize.core import Cluster, LaunchMethod, Plan, Range
 from worldsize.core.limits import GRACE, SECONDS
 from worldsize.launch.autoscale import AutoscaleProcess
 from worldsize.launch.gang import Gang, Graces
-from worldsize.launch.members import Member, Members
+from worldsize.launch.members import Member, Members, Terminal, size_of
 from worldsize.launch.membership_server import MembershipServer
 from worldsize.launch.remote import RemoteHosts
-from worldsize.launch.terminal import Terminal, size_of
 from worldsize.observe.health.process import HealthProcess
 from worldsize.record.run_directory import RunDirectory, make_folder_of
 from worldsize.world.environments import Node, Placement
-from worldsize.world.fork import leave_bad_fork, ready_to_fork
-from worldsize.world.interfaces import variables
 from worldsize.world.membership import MembershipChannel, Pipe
-from worldsize.world.parent import die_with_parent
-from worldsize.world.preemption import SIGNALS, handled, leave_hangups
+from worldsize.world.processes import SIGNALS, die_with_parent, handled, leave_bad_fork, leave_hangups, ready_to_fork
 from worldsize.world.roles import heals, place_of, role_of, role_ranks
 from worldsize.world.scratch import socket_folder
+from worldsize.world.topology import variables
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ from typing import Any, final
 
 from worldsize.launch.interruption import Signals
 from worldsize.launch.members import Member
-from worldsize.net.agent_connection import AgentConnection
+from worldsize.net.agent_connection import AgentConnection, Mailbox
 from worldsize.net.handshake import Message
-from worldsize.net.mailbox import Mailbox
-from worldsize.world.heartbeat import Beat
 from worldsize.world.membership import receive, send
+from worldsize.world.processes import Beat
 
 _BEATS = 1.0  # seconds between two reports of progress
 _LONGEST = 100_000  # characters of an error

@@ -16,23 +16,22 @@ from omegaconf import DictConfig, OmegaConf
 
 from worldsize.checkpoint.format import HYPERPARAMETERS, PARTS, complete
 from worldsize.checkpoint.weights import open_weights
-from worldsize.config.catalogue import Plugin, used
+from worldsize.collectives.cluster_cost import axis_tiers
 from worldsize.config.compose import additional_folder, choices, task_overrides, variables_of
-from worldsize.config.search_path import bundle
+from worldsize.config.search_path import Plugin, bundle, used
 from worldsize.config.settings import Settings
 from worldsize.core import ConfigError, ContainerImage, Launcher, Plan
 from worldsize.data.permutation import ORDER
-from worldsize.dist.cost.crossings import axis_tiers
 from worldsize.errors import neighbours
-from worldsize.record import seeds
+from worldsize.record import determinism
 from worldsize.record.code import Code, capture_code
-from worldsize.record.data import check_data, fingerprint, recipe_fingerprint
 from worldsize.record.environment import (
     capture_environment,
     hardware,
     relevant_variables,
     write_environment,
 )
+from worldsize.record.inputs import check_data, digest_of, fingerprint, keep, kept_folder, recipe_fingerprint
 from worldsize.record.level import (
     NOT_TRAINED,
     changes,
@@ -45,7 +44,6 @@ from worldsize.record.level import (
     resume_downgrades,
     without_copies,
 )
-from worldsize.record.plugins import digest_of, keep, kept_folder
 from worldsize.record.redaction import Scrubber, scrubber, withheld
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import RunRecord, create_record, view
@@ -278,7 +276,7 @@ def _determinism(settings: Settings) -> dict[str, Any]:
     cluster = settings.cluster
     return {
         "seed": settings.training.seed,
-        "streams": seeds.__doc__,
+        "streams": determinism.__doc__,
         "logical_ranks": settings.logical_ranks,
         "order": ORDER,
         "threads_per_process": cluster.threads or threads_per_process(cluster.processes_per_node),

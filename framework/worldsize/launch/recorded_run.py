@@ -14,16 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from worldsize.config.catalogue import Plugin, used
 from worldsize.config.command_line import GROUPS
 from worldsize.config.compose import assigned, choices
-from worldsize.config.installed import installed
 from worldsize.config.instantiate import ALLOWED, Allowed, check_targets, targets_of
 from worldsize.config.overrides import key_of
-from worldsize.config.search_path import bundle, folders_of, main_conf
+from worldsize.config.search_path import Plugin, bundle, folders_of, installed, main_conf, used
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import ask, printable
-from worldsize.record.plugins import check_kept, copy_files, digest_of, files_of, kept_folder
+from worldsize.record.inputs import check_kept, copy_files, digest_of, files_of, kept_folder
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import RunRecord, RunView
 from worldsize.world.scratch import temporary_folder

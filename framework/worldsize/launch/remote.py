@@ -21,12 +21,11 @@ from worldsize.core import Plan, Role
 from worldsize.launch.first_cause import ProcessError
 from worldsize.launch.lost_link import LossPolicy
 from worldsize.launch.meeting import Door
-from worldsize.launch.members import LostHostError, Member
-from worldsize.launch.terminal import size_of
+from worldsize.launch.members import LostHostError, Member, size_of
 from worldsize.net.agent_connection import AgentConnection, RemoteAgent
 from worldsize.net.handshake import Message
 from worldsize.record.run_directory import RunDirectory
-from worldsize.world.heartbeat import Beat, write_beat
+from worldsize.world.processes import Beat, write_beat
 from worldsize.world.roles import fewest, place_of, role_ranks
 
 _logger = logging.getLogger(__name__)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
 from worldsize.config.settings import Settings
 from worldsize.core import Launcher, Outcome, Plan
 from worldsize.errors import RunFolderError
-from worldsize.launch.hints import command_line
 from worldsize.launch.record import with_claim
-from worldsize.observe.debug_summary import debug_summary
+from worldsize.observe.nccl_log import debug_summary
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import show_summary
 from worldsize.record.attempt import failure_text
@@ -83,3 +86,26 @@ def _report(run: RunDirectory, outcome: Outcome, console: Console) -> None:
     else:
         _logger.error("%s; run folder: %s", outcome.exit_reason, run.path)
         _logger.error("go on with: %s", command_line("resume", run.path))
+
+
+def command_line(*words: str | Path) -> str:
+    """Format one of our commands as this user can paste it, e.g. ``uv run worldsize resume RUN``."""
+    uv = ("uv", "run") if needs_uv(os.environ, Path.cwd(), Path(sys.prefix)) else ()
+    return shlex.join([*uv, "worldsize", *map(str, words)])
+
+
+def needs_uv(environ: Mapping[str, str], folder: Path, prefix: Path) -> bool:
+    """Return whether ``worldsize`` is only found by ``uv run``: in a uv project whose environment is not activated.
+
+    Args:
+        environ: variables of this process; uv sets UV for what it runs, and an activated environment VIRTUAL_ENV.
+        folder: the working directory; the project is the nearest folder above with a lock and a pyproject.toml.
+        prefix: the environment that this interpreter belongs to.
+    """
+    above = (folder, *folder.parents)
+    project = next((each for each in above if (each / "uv.lock").exists() and (each / "pyproject.toml").exists()), None)
+    if project is None:
+        return False
+    if "UV" in environ:
+        return True
+    return prefix.is_relative_to(project) and environ.get("VIRTUAL_ENV") != str(prefix)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
 from worldsize.errors import WorldsizeError
-from worldsize.record.lock import is_locked
-from worldsize.record.run_directory import RunDirectory
+from worldsize.record.run_directory import RunDirectory, is_locked
 from worldsize.record.run_record import RunView, look, view
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
-from worldsize.world.parent import die_with_parent
-from worldsize.world.preemption import SIGNALS
+from worldsize.world.processes import SIGNALS, die_with_parent
 
 _WAKING = 0.5  # seconds
 

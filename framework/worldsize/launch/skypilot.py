@@ -15,12 +15,11 @@ from typing import Annotated, Any, final
 
 from worldsize.core import BatchLauncher, Cluster, ConfigError, OneOf, Plan, Range
 from worldsize.core.launcher import cluster_option
-from worldsize.launch.image_launcher import ImageLauncher
-from worldsize.launch.names import job_name
+from worldsize.launch.image_launcher import ImageLauncher, job_name
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.templates import filled
-from worldsize.net.run_key import write_key
-from worldsize.world.preemption import PREEMPTED
+from worldsize.net.credentials import write_key
+from worldsize.world.processes import PREEMPTED
 
 _logger = logging.getLogger(__name__)
 

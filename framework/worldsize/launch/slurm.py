@@ -23,7 +23,7 @@ from worldsize.launch.image_launcher import ImageLauncher
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.templates import filled
 from worldsize.messages import FIRST_LOST
-from worldsize.net.run_key import write_key
+from worldsize.net.credentials import write_key
 from worldsize.world.environments import job_of
 from worldsize.world.roles import heals
 

@@ -18,7 +18,7 @@ from worldsize.core import AgentLauncher, Cluster, ConfigError, Job, Plan, Range
 from worldsize.core.launcher import cluster_option
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.ssh_job import Lineup, Revival, SshAgent, SshJob, Succession
-from worldsize.net.run_key import write_key
+from worldsize.net.credentials import write_key
 from worldsize.record.run_directory import RunDirectory
 from worldsize.world.roles import fewest, heals
 

@@ -17,7 +17,7 @@ from typing import IO, final
 from worldsize.core import Failure, Job, Outcome
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import look
-from worldsize.world.preemption import SIGNALS, handled, note
+from worldsize.world.processes import SIGNALS, handled, note
 
 _logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Annotated, final
 from worldsize.core import BatchLauncher, ConfigError, Plan, Range
 from worldsize.core.launcher import cluster_option
 from worldsize.core.limits import PORT
-from worldsize.net.run_key import write_key
+from worldsize.net.credentials import write_key
 from worldsize.world.environments import port_of
 
 

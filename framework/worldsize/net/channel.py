@@ -1,7 +1,7 @@
 """A channel: frames over a connected socket, Unix-domain inside a host or TCP with mutual TLS 1.3 between hosts.
 
 Data is not copied between a socket and a tensor: buffers are passed to the kernel as lists (scatter-gather I/O).
-Inside a host large payloads go through shared memory, see :mod:`worldsize.net.shared_memory`.
+Inside a host large payloads go through shared memory, see :mod:`worldsize.net.frames`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,23 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any, final
 
-from worldsize.dist.peer_wait import PEER_WAIT
-from worldsize.dist.step_timer import phase
+from worldsize.collectives.peer_waits import PEER_WAIT
+from worldsize.collectives.step_timer import phase
 from worldsize.net.frames import (
+    AVAILABLE,
     HEADER_BYTES,
+    MIN_BYTES,
+    SPIN_SECONDS,
     CommonOperation,
     Header,
+    Pair,
     RefusedError,
+    accept_shared_memory,
     message,
+    offer_shared_memory,
     operations_by_number,
     parse,
     read_message,
-)
-from worldsize.net.shared_memory import (
-    AVAILABLE,
-    MIN_BYTES,
-    SPIN_SECONDS,
-    Pair,
-    accept_shared_memory,
-    offer_shared_memory,
 )
 
 _BUFFERS = 512  # buffers in one system call; the kernel takes at most 1024

@@ -25,7 +25,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from worldsize.net.run_key import RunKey
+from worldsize.net.credentials import RunKey
 from worldsize.strict_json import parse, strict
 
 Message = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Makes keys and signs the certificates that :mod:`worldsize.net.certificates` hands out: ECDSA on P-256."""
+"""Makes keys and signs the certificates that :mod:`worldsize.net.credentials` hands out: ECDSA on P-256."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the log of one process's NCCL: its network, its connections and its warnings.
+"""Reads and summarises the logs of NCCL and torch: networks, connections and warnings.
 
 The lines are those of NCCL 2.10 and newer; see "Logging" in its documentation,
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/logging.html.
@@ -7,9 +7,17 @@ https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/loggin
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import final
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.files import open_regular
+from worldsize.messages import named, printable
+from worldsize.record.flight import collectives_file, collectives_of
+from worldsize.record.run_directory import RunDirectory
 
 # newer versions begin warnings with the time in brackets, and warnings name the place in NCCL's source; since 2.30 a
 # name in parentheses follows it
@@ -80,3 +88,137 @@ def _take(log: NcclLog, text: str) -> None:
         log.network = match[1]
     elif match := _VERSION.search(text):
         log.version = match[1]
+
+
+_FILES = 1024  # most files of one kind that are read
+_AT_MOST = 1 << 19  # bytes that are read of a file's beginning, and of its end
+_SHOWN = 12  # most networks, groups or warnings that are told
+_LENGTH = 200  # most characters of a warning that are told
+_ATTEMPT = re.compile(r"\.attempt_(\d+)\.log$", re.ASCII)  # at the end of the name of a log of NCCL
+_TORCH = re.compile(r"(?:\[rank\d+\]:)?\[[WE]\d* ?[\d:.]* (?P<place>[\w.]+:\d+)\] (?P<text>.*)")
+
+
+def debug_summary(run: RunDirectory, attempt: Mapping[str, Any] | None = None) -> str:
+    """Return what the processes of a run have logged in its last attempt, in some lines.
+
+    Args:
+        run: The run.
+        attempt: What the manifest has of its last attempt. What NCCL wrote of others, or before it began, is left out.
+    """
+    begun, transport = (attempt or {}).get("start_at"), (attempt or {}).get("transport")
+    since = begun if isinstance(begun, int | float) else 0.0
+    every_output = [path for path in _files(run.path / "logs", "*_[0-9]*.log") if not path.name.startswith("nccl_")]
+    number = (attempt or {}).get("number")
+    every_log = [path for path in _files(run.nccl_logs("any").parent, "nccl_*.log") if _is_of(path, number, since)]
+    outputs, logs = every_output[:_FILES], [parse_nccl(_text(path)) for path in every_log[:_FILES]]
+    warnings = [(_process(log), text) for log in logs for text in log.warnings]
+    warnings += [(path.stem, text) for path in outputs for text in _warnings(_text(path))]
+    networks = _networks(logs, len(every_log)) if logs else _gloo(transport or {})
+    counted = [path for path in outputs if _is_since(collectives_file(path), since)]
+    lines = [*networks, *_collectives(counted), *_told(warnings)]
+    if (left_out := len(every_output) - len(outputs)) > 0:
+        lines.append(f"the output of {left_out:,} further processes was not read")
+    return "\n".join(["what NCCL and torch logged (cluster.debug):", *(f"  {printable(line)}" for line in lines)])
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    """Return the files below ``folder``, by name."""
+    return sorted(folder.rglob(pattern), key=lambda path: path.name)
+
+
+def _is_of(log: Path, number: int | None, since: float) -> bool:
+    """Return whether NCCL wrote ``log`` in attempt ``number``, as its name says, or else since it began."""
+    named = _ATTEMPT.search(log.name)
+    return int(named[1]) == number if named and number is not None else _is_since(log, since)
+
+
+def _is_since(path: Path, since: float) -> bool:
+    """Return whether a file was written last at ``since`` (Unix time) or later."""
+    with suppress(OSError):
+        return path.stat().st_mtime >= since
+    return False
+
+
+def _text(path: Path) -> str:
+    """Return the beginning and the end of a log, which may be large; "" if it cannot be read."""
+    with suppress(OSError), open_regular(path) as file:
+        begun = file.read(_AT_MOST)
+        file.seek(max(len(begun), file.seek(0, 2) - _AT_MOST))
+        return (begun + file.read(_AT_MOST)).decode(errors="replace")
+    return ""
+
+
+def _process(log: NcclLog) -> str:
+    return f"a process on {log.host}" if log.rank is None else f"rank {log.rank}"
+
+
+def _warnings(text: str) -> Iterator[str]:
+    """Yield the warnings in the output of a process: torch's, and NCCL's where it logs to no file of ours."""
+    for line in text.splitlines():
+        if match := _TORCH.match(line):
+            yield f"{match['place']} {match['text']}"
+    yield from parse_nccl(text).warnings
+
+
+def _gloo(transport: Mapping[str, Any]) -> Iterator[str]:
+    if backend := transport.get("backend"):
+        yield f"{backend} by {transport.get('interface') or 'the interface that leads to the first host'}"
+
+
+def _networks(logs: Sequence[NcclLog], written: int) -> Iterator[str]:
+    """Yield what the ``logs`` say, which are those that were read of all that were ``written``."""
+    size = max(log.size for log in logs)
+    connected = {log.rank for log in logs if log.is_connected and log.rank is not None}
+    versions = sorted({log.version for log in logs if log.version})
+    of_all = f"{size} ranks are connected"
+    if written > len(logs):
+        of_all = f"the {len(logs)} processes whose logs were read (of {written}) are connected"
+    yield f"NCCL {', '.join(versions) or 'of an unknown version'}: {len(connected)} of {of_all}"
+    if began := {log.rank for log in logs if log.rank is not None} - connected:
+        yield f"began to connect, and did not end: {named(sorted(began))}"
+    by_network: defaultdict[str, set[int]] = defaultdict(set)
+    for log in logs:
+        if log.network is not None and log.rank is not None:
+            bootstrap = f", set up on {log.bootstrap}" if log.bootstrap else ""
+            by_network[f"network {log.network}: {', '.join(log.devices) or 'no device'}{bootstrap}"].add(log.rank)
+    yield from _shown([f"{text} ({named(sorted(ranks))})" for text, ranks in by_network.items()], "networks")
+    connections = sum((log.connections for log in logs), Counter[str]())
+    yield from (f"{count:,} connections by {way}" for way, count in connections.most_common(_SHOWN))
+
+
+def _collectives(outputs: Sequence[Path]) -> Iterator[str]:
+    """Yield how many collectives of each group the processes have begun and not completed, if these differ."""
+    by_group: defaultdict[str, defaultdict[tuple[int, int], list[str]]] = defaultdict(lambda: defaultdict(list))
+    for path in outputs:
+        for group, counts in collectives_of(path).items():
+            by_group[group][counts].append(path.stem)
+    lines = []
+    for group, processes in by_group.items():
+        parts = [f"{begun:,} begun, {ended:,} completed by {_some(who)}" for (begun, ended), who in processes.items()]
+        lines.append(f"collectives of group {group}: {'; '.join(parts[:_SHOWN])}")
+    yield from _shown(lines, "groups")
+
+
+def _told(warnings: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield the warnings that differ in more than numbers, the most frequent first, each with its processes."""
+    texts: dict[str, str] = {}
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for process, text in warnings:
+        key = re.sub(r"0x[0-9a-f]+|\d+", "#", text)
+        texts.setdefault(key, text[:_LENGTH])
+        counts[key][process] += 1
+    ordered = sorted(counts.items(), key=lambda each: -each[1].total())
+    lines = [
+        f"warned by {_some([f'{name} ({count})' for name, count in sorted(by_process.items())])}: {texts[key]}"
+        for key, by_process in ordered
+    ]
+    yield from _shown(lines, "warnings") if lines else ("no warnings",)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _shown(lines: Sequence[str], what: str) -> list[str]:
+    return [*lines[:_SHOWN], *([f"and {len(lines) - _SHOWN} more {what}"] if len(lines) > _SHOWN else [])]

@@ -17,7 +17,7 @@ from select import select
 from typing import IO, BinaryIO, final
 
 from worldsize.core import Event, Listener, RunEnded, RunFailed, StepDone
-from worldsize.world.preemption import SIGNALS
+from worldsize.world.processes import SIGNALS
 
 Alerts = Callable[[], Iterable[Event]]
 _logger = logging.getLogger(__name__)

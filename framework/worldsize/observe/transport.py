@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from worldsize.collectives.step_timer import wait
 from worldsize.core import Cluster, World
 from worldsize.devices import backend_for
-from worldsize.dist.step_timer import wait
 from worldsize.files import open_regular
 from worldsize.observe.nccl_log import NcclLog, parse_nccl
 

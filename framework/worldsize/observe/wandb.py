@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone, logged_name
 from worldsize.observe.events import alert_for
-from worldsize.observe.health.summary import NodesHealth, health_figures
+from worldsize.observe.health.files import NodesHealth, health_figures
 
 if TYPE_CHECKING:
     import wandb

@@ -16,13 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from worldsize.files import open_regular
-from worldsize.observe.data_waits import waited_share, waiting_text
 from worldsize.observe.events import describe_event, is_event
-from worldsize.observe.health.rows import HealthRow
-from worldsize.observe.health.summary import NodesHealth, badness
-from worldsize.observe.health.words import table_of
+from worldsize.observe.health.files import NodesHealth, badness
+from worldsize.observe.health.rows import HealthRow, table_of
 from worldsize.observe.progress import Tail, by_split, figures, remaining
-from worldsize.observe.report.read import number
+from worldsize.observe.report.read import number, waited_share, waiting_text
 from worldsize.observe.report.svg import plain
 from worldsize.record.attempt import FAILURE, Attempt, failure_text
 from worldsize.record.json_lines import Row, row_of

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from worldsize.core import Cluster
-from worldsize.observe.health.memory import Memory, within
-from worldsize.plan.forecast import Forecast
+from worldsize.observe.health.counters import Memory, within
+from worldsize.plan.predictor import Forecast
 
 _ALIKE = 1.1  # forecasts closer than this may be ordered differently when measured: see benchmarks/README.md
 WANTED = 0.8  # efficiency

@@ -13,17 +13,20 @@ from torch.optim import Optimizer
 
 from worldsize.config.instantiate import described_failure
 from worldsize.core import Cluster, ConfigError, FeatureRecipe, MultiUpdateRecipe, Numerics, Recipe, Strategy
-from worldsize.optimizers.refused import check_schedule_free, check_special, refuse_breaking
-from worldsize.record.seeds import generators_kept
-from worldsize.strategies.alone import train_state_of
-from worldsize.strategies.clipping import refuse_norms_of_others
-from worldsize.strategies.closures import refuse_closures
+from worldsize.optimizers.schedule_free import check_schedule_free, check_special, refuse_breaking
+from worldsize.record.determinism import generators_kept
 from worldsize.strategies.declared_buffers import declare_buffers
+from worldsize.strategies.gradient_reducer import refuse_norms_of_others
+from worldsize.strategies.model_passes import check_passes
 from worldsize.strategies.multi_train_state import MultiTrainState
-from worldsize.strategies.optimizer_checks import refuse_unsaved
-from worldsize.strategies.recomputed import check_passes
+from worldsize.strategies.optimizer_checks import (
+    check_sparse_steps,
+    refuse_closures,
+    refuse_sparse_sums,
+    refuse_unsaved,
+)
 from worldsize.strategies.schedules import Schedule, check_metric
-from worldsize.strategies.sparse_steps import check_sparse_steps, refuse_sparse_sums
+from worldsize.strategies.synchronous import train_state_of
 from worldsize.strategies.train_state import TrainState
 
 _logger = logging.getLogger(__name__)

@@ -1,19 +1,33 @@
-"""Runs a strategy's own steps on one rank whose peers are not there: what it computes, without communication."""
+"""Runs a strategy's own steps on one rank without its peers, alone or in concurrent processes."""
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.context import BaseContext
+from threading import BrokenBarrierError
+from typing import Any, TypeVar, final
 
 import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+from torch._C._distributed_c10d import FakeProcessGroup, FakeStore
 
 from worldsize.config.settings import Settings
-from worldsize.core import RunContext, World
-from worldsize.data.fetch import collate_of
+from worldsize.core import ConfigError, RunContext, World
+from worldsize.data.batches import collate_of
 from worldsize.data.loader import micro_batches
-from worldsize.plan.absent_peers import check_alone, world_seen_by
-from worldsize.plan.concurrency import first_device, medians, run_concurrently
-from worldsize.strategies.alone import alone
+from worldsize.devices import synchronize
+from worldsize.strategies.synchronous import alone
+from worldsize.world.environments import Placement
+from worldsize.world.processes import ready_to_fork
+from worldsize.world.world import world_of
 
 _SECONDS = 0.25  # of steps, at least
 
@@ -46,3 +60,139 @@ def _slowdown(settings: Settings, device: torch.device) -> float:
         turns = ([partial(replica.step, each) for replica in replicas] for each in batches)
         by_itself, under_it = medians(turns, device, _SECONDS)
     return under_it / by_itself
+
+
+_BACKEND = "fake"
+
+
+@contextmanager
+def world_seen_by(rank: int, settings: Settings, device: torch.device) -> Iterator[World]:
+    """Open the world of a run for its rank ``rank`` on ``device``; a run of one process has no group."""
+    cluster = settings.cluster
+    per_node = cluster.processes_per_node
+    joins = cluster.processes > 1
+    if joins:
+        options = FakeProcessGroup.Options()
+        options.simulate_uniform_ranks = True
+        dist.init_process_group(
+            _BACKEND, store=FakeStore(), rank=rank, world_size=cluster.processes, pg_options=options
+        )
+    try:
+        place = Placement(rank, cluster.processes, rank % per_node, per_node, store="")
+        yield world_of(place, cluster, settings.roles, device, host_backend=_BACKEND)
+    finally:
+        if joins and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def check_alone(settings: Settings) -> None:
+    """Raise ConfigError for runs in which a rank depends on data of its peers.
+
+    Raises:
+        ConfigError: processes serve, or a rank is a stage of a pipeline.
+    """
+    kind = type(settings.strategy).__name__
+    if any(role.serves for role in settings.roles.values()):
+        raise ConfigError(
+            f"{kind} has processes that serve, whose peers decide what they do: none can be tried by itself. Choose a "
+            "strategy whose processes all train, such as ddp, zero, fsdp, hsdp or mesh."
+        )
+    if any(len(stages) > 1 for stages in settings.strategy.groups(settings.cluster).get("pipeline", ())):
+        raise ConfigError(
+            "the stages of a pipeline wait for what only their neighbours have: none can be tried by itself. Set "
+            "strategy.pipeline=1 to try the other axes."
+        )
+
+
+T = TypeVar("T")
+
+_TIMEOUT = 600  # seconds to wait for the others
+_WARM_UP, _TURNS = 2, 11
+
+
+@final
+class SharedBarrier:
+    """A barrier that returns the time at which the last process arrived."""
+
+    def __init__(self, context: BaseContext, count: int) -> None:
+        self._moment = context.Value("d", lock=False)
+        self._barrier = context.Barrier(count, self._note, _TIMEOUT)
+
+    def _note(self) -> None:
+        self._moment.value = time.perf_counter()
+
+    def moment(self) -> float:
+        """Wait for all processes; return when the last one arrived, in seconds."""
+        self._barrier.wait()
+        return float(self._moment.value)
+
+    def abort(self) -> None:
+        """Break the barrier, so that all waiting processes raise BrokenBarrierError."""
+        self._barrier.abort()
+
+
+_barriers: list[SharedBarrier] = []  # at most one, in a forked process: a barrier can only be inherited
+
+
+def run_concurrently(count: int, threads: int, work: Callable[..., T], *given: Any) -> T:
+    """Call ``work(*given)`` in ``count`` processes of ``threads`` threads at once; return what one of them returns.
+
+    The processes are forked: this one must have no OpenMP pool, and must not have used CUDA.
+
+    Raises:
+        Exception: ``work`` raised it in one of them.
+        BrokenProcessPool: the kernel killed a process.
+    """
+    context = get_context("fork")
+    barrier = SharedBarrier(context, count)
+    with ProcessPoolExecutor(count, context, initializer=_join, initargs=(barrier, threads)) as pool:
+        with ready_to_fork():
+            parts = [pool.submit(_guarded, work, given) for _ in range(count)]
+        errors = [error for part in parts if (error := part.exception()) and not isinstance(error, BrokenBarrierError)]
+    if errors:
+        raise errors[0]
+    return parts[-1].result()
+
+
+def _join(barrier: SharedBarrier, threads: int) -> None:
+    _barriers.append(barrier)
+    torch.set_num_threads(threads)
+
+
+def _guarded(work: Callable[..., T], given: tuple[Any, ...]) -> T:
+    try:
+        return work(*given)
+    except BaseException:
+        _barriers[0].abort()  # the others need not wait
+        raise
+
+
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    """Run ``action`` in all processes at once; return the seconds of the slowest, the same in each."""
+    begun = _barriers[0].moment()
+    action()
+    synchronize(device)
+    return _barriers[0].moment() - begun
+
+
+def medians(turns: Iterable[Sequence[Callable[[], object]]], device: torch.device, least_seconds: float) -> list[float]:
+    """Return the median seconds of each action of a turn.
+
+    There are at least eleven turns, and enough to take ``least_seconds``, since other users of the machine cause noise.
+    """
+    taken: list[list[float]] = []
+    spent = 0.0
+    for number, turn in enumerate(turns):
+        seconds = [_seconds(action, device) for action in turn]
+        if number < _WARM_UP:
+            continue
+        taken.append(seconds)
+        spent += sum(seconds)
+        if len(taken) >= _TURNS and spent >= least_seconds:
+            break
+    return [statistics.median(each) for each in zip(*taken, strict=True)]
+
+
+def first_device(kind: str) -> torch.device:
+    """Return this machine's first device of a ``kind``, such as "cpu" or "cuda"."""
+    return torch.device(kind, 0) if kind != "cpu" else torch.device(kind)

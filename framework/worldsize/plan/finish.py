@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy
 from numpy.typing import NDArray
 
-from worldsize.dist.cost.checkpoints import chosen_seconds, expected_seconds
+from worldsize.collectives.cost import chosen_seconds, expected_seconds
 from worldsize.errors import ConfigError
 
 _RUNS = 2000  # simulated runs

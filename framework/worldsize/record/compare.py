@@ -15,8 +15,7 @@ from torch import Tensor
 from worldsize.checkpoint.format import complete, read, step_of
 from worldsize.checkpoint.load import read_tensors
 from worldsize.core import spoken_name
-from worldsize.record.damage import reading
-from worldsize.record.json_lines import Row, is_number
+from worldsize.record.json_lines import Row, is_number, reading
 from worldsize.record.metrics import metric_rows
 from worldsize.record.run_record import view
 

@@ -1,4 +1,8 @@
-"""Reads files with one JSON object per line, also while they grow or if they are damaged."""
+"""Reads files with one JSON object per line, also while they grow or if they are damaged.
+
+:func:`reading` turns errors of reading a run's files, which other users may have written, into one-sentence
+messages.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
+from worldsize.errors import WorldsizeError
 from worldsize.files import open_regular
 from worldsize.strict_json import parse
 
@@ -135,3 +141,19 @@ class Rows:
                 self.damaged += 1
             else:
                 yield row
+
+
+@contextmanager
+def reading(run: Path) -> Iterator[None]:
+    """Convert errors inside the context to an error about the record of ``run``.
+
+    Raises:
+        WorldsizeError: a file cannot be read, or has contents that no run writes.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise WorldsizeError(f"{error.filename or run} cannot be read: {error.strerror or error}.") from error
+    except (TypeError, LookupError, ValueError, AttributeError, ArithmeticError) as error:
+        kind = f"{type(error).__name__}: {error}"
+        raise WorldsizeError(f"the record of {run} is damaged ({kind}). Take it from a copy of the run.") from error

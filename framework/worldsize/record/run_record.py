@@ -26,15 +26,22 @@ from worldsize.record.attempt import (
     failure_of,
     failure_of_launcher,
     formatted,
+    goodput,
     last_failure,
     new_attempt,
     note_failure,
 )
-from worldsize.record.goodput import goodput
-from worldsize.record.lock import is_locked, run_lock
 from worldsize.record.manifest import is_own, read_manifest, write_manifest
 from worldsize.record.redaction import Scrubber, process_scrubber
-from worldsize.record.run_directory import LATEST, RunDirectory, check_entries, last_written, writing
+from worldsize.record.run_directory import (
+    LATEST,
+    RunDirectory,
+    check_entries,
+    is_locked,
+    last_written,
+    run_lock,
+    writing,
+)
 from worldsize.strict_json import LARGEST, parse
 from worldsize.world.environments import lost_first
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from worldsize.collectives.ordered import Counter, Tree, reduce_ordered, sum_level
+from worldsize.collectives.staged import finished
+from worldsize.collectives.step_timer import wait
 from worldsize.core import Concatenated, ConfigError, Dealing
-from worldsize.dist.ordered import Counter, Tree, reduce_ordered, sum_level
-from worldsize.dist.staged import finished
-from worldsize.dist.step_timer import wait
 from worldsize.strategies.declared_buffers import BufferSlot
 
 

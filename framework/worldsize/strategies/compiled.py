@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import nn
 
 from worldsize.core import ConfigError, Numerics, Recipe
-from worldsize.world.cache_folder import keep_compiled_code
+from worldsize.world.scratch import keep_compiled_code
 
 _logger = logging.getLogger(__name__)
 

@@ -12,6 +12,8 @@ from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from worldsize.collectives.per_rank import make_equal
+from worldsize.collectives.step_timer import time_buffers
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -29,10 +31,6 @@ from worldsize.core import (
     World,
 )
 from worldsize.core.limits import MEBIBYTES
-from worldsize.dist.broadcast import make_equal
-from worldsize.dist.step_timer import time_buffers
-from worldsize.strategies.calling_root import CallingRoot
-from worldsize.strategies.ddp_cost import ddp_cost, gathering
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
@@ -44,7 +42,8 @@ from worldsize.strategies.reducers import (
     gradient_reducer,
     interruptible_reducer,
 )
-from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.step_cost import ddp_cost, gathering
+from worldsize.strategies.synchronous import CallingRoot, SynchronousReplica
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.wrapping import refuse_complex
 from worldsize.world.roles import whole_blocks

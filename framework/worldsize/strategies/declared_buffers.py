@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from worldsize.core import BufferRule, Concatenated, ConfigError, Recipe
-from worldsize.core.buffer_rules import BUFFER_SUMS
+from worldsize.core.recipe import BUFFER_SUMS
 from worldsize.errors import neighbours
 
 # "same": torch computes it without data, or counts batches; all logical ranks have the same value

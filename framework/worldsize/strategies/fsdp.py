@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
+from worldsize.collectives.step_timer import connect
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -30,28 +31,20 @@ from worldsize.core import (
     World,
 )
 from worldsize.devices import backend_for
-from worldsize.dist.connecting import connect
-from worldsize.strategies.alone import alone
-from worldsize.strategies.assigned_weights import carry_assignments
-from worldsize.strategies.calling_root import CallingRoot
 from worldsize.strategies.compiled import refuse_graphs
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.deferred.model import DeferredModel
-from worldsize.strategies.detached_shards import detach_shards
-from worldsize.strategies.fsdp_cost import FSDPSharding, fsdp_cost
-from worldsize.strategies.hook_trial import refuse_mixing_hooks
-from worldsize.strategies.local_steps import step_apart, step_locally
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import MultiUpdateReplica, refuse_healing_updates
 from worldsize.strategies.optimizer_checks import refuse_divided_state, refuse_divided_updates, refuse_unsent
 from worldsize.strategies.parameter_changes import refuse_gradient_hooks
-from worldsize.strategies.shard_trial import refuse_wrong_updates
 from worldsize.strategies.sharded_reducer import sharded_reducer
-from worldsize.strategies.step_hooks import recipe_hooks
-from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.sharded_steps import carry_assignments, refuse_wrong_updates, step_apart, step_locally
+from worldsize.strategies.step_cost import FSDPSharding, fsdp_cost
+from worldsize.strategies.step_hooks import recipe_hooks, refuse_mixing_hooks
+from worldsize.strategies.synchronous import CallingRoot, SynchronousReplica, alone
 from worldsize.strategies.train_state import TrainState
-from worldsize.strategies.unit_guard import cast_inputs, guard_units
-from worldsize.strategies.unit_sharding import shard_units
+from worldsize.strategies.unit_sharding import cast_inputs, detach_shards, guard_units, shard_units
 from worldsize.strategies.wrapping import (
     Wrap,
     refuse_divided_matrices,

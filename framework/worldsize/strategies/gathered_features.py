@@ -14,11 +14,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from worldsize.collectives.ordered import Counter
+from worldsize.collectives.step_timer import phase
 from worldsize.core import ConfigError, FeatureRecipe, Features, Loss, MicroBatch
-from worldsize.core.features import with_gradients
-from worldsize.dist.ordered import Counter
-from worldsize.dist.step_timer import phase
-from worldsize.record.seeds import seed_generators
+from worldsize.core.recipe_kinds import with_gradients
+from worldsize.record.determinism import seed_generators
 from worldsize.strategies.buffer_combinations import StepShape
 from worldsize.strategies.declared_buffers import buffer_slots
 from worldsize.strategies.loss_record import differentiable

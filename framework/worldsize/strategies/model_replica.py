@@ -1,32 +1,32 @@
-"""Base class of replicas that hold a whole model, or a shard of each of its tensors, with its optimizers."""
+"""Base class of replicas that hold a whole model, or a shard of each of its tensors, with its optimizers.
+
+``ModelFlags`` saves and restores which parts of a model are in training mode and which are frozen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from worldsize.checkpoint.tree import split
+from worldsize.checkpoint.manifest_tree import split
 from worldsize.core import EvaluationBatch, Precision, Recipe, Replica, RunContext, StateDict
-from worldsize.metrics.collector import MetricCollector
+from worldsize.metrics import MetricCollector
 from worldsize.optimizers.schedule_free import evaluated_weights
-from worldsize.record.seeds import generators_kept, seed_generators
-from worldsize.strategies.agreed_losses import AgreedLosses
+from worldsize.record.determinism import generators_kept, seed_generators
 from worldsize.strategies.compiled import COMPILATIONS
 from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.gradient_reducer import GradientReducer
-from worldsize.strategies.loss_record import LossRecord, check_same_form
-from worldsize.strategies.loss_scaling import LossScaler, step_scaled
+from worldsize.strategies.loss_record import AgreedLosses, LossRecord, check_same_form
+from worldsize.strategies.loss_scaling import LossScaler, step_scaled, weight_factor
 from worldsize.strategies.loss_watch import LossWatch
-from worldsize.strategies.loss_weights import weight_factor
-from worldsize.strategies.model_flags import evaluating
-from worldsize.strategies.recomputed import prepare_passes
+from worldsize.strategies.model_passes import prepare_passes
 from worldsize.strategies.train_state import OptimizedModel, TrainState
 
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
@@ -201,3 +201,66 @@ class ModelReplica(Replica):
                 part.schedule.step()
         self._context.faults.at("step:updated")
         return norm, skipped or overflowed, overflowed
+
+
+@final
+class ModelModes:
+    """A snapshot of the training mode of each module of ``models``, in the order of ``modules()``: parents first."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        self._modes = [(module, module.training) for model in models for module in model.modules()]
+
+    def restore(self) -> None:
+        """Restore the mode of each module, whatever the modes of its parents and children.
+
+        ``train`` is called where modes differ, since a program may have overridden it, such as to merge adapters. It
+        also sets the modes of children, some of them shared with other modules, so that all are set once more.
+        """
+        for module, mode in self._modes:
+            if module.training != mode:
+                module.train(mode)
+        for module, mode in self._modes:
+            if module.training != mode:
+                module.training = mode
+
+
+@contextmanager
+def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Put ``models`` in evaluation mode within the block; afterwards their modules have their own modes again.
+
+    Buffers have the values from before: each process evaluates other batches.
+    """
+    modes = ModelModes(*models)
+    owners = [module._buffers for model in models for module in model.modules()]
+    kept = [
+        (owner, name, each, each._version, each.clone())
+        for owner in owners
+        for name, each in owner.items()
+        if each is not None
+    ]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        modes.restore()
+        with torch.no_grad():
+            for owner, name, buffer, version, before in kept:
+                owner[name] = buffer if buffer._version == version else buffer.copy_(before)
+
+
+@final
+class ModelFlags:
+    """A snapshot of the training modes of all modules of ``model``, and of which parameters require gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._modes = ModelModes(model)
+        self._trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+
+    def restore(self) -> None:
+        """Restore the flags of the snapshot where they differ."""
+        self._modes.restore()
+        for parameter, requires_grad in self._trained:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from worldsize.core import ConfigError, MultiUpdateRecipe, StateDict
 from worldsize.errors import neighbours
-from worldsize.optimizers.names import named_by
+from worldsize.optimizers.groups import named_by
 from worldsize.optimizers.schedule_free import begin_training
-from worldsize.record.seeds import drawn_apart
+from worldsize.record.determinism import drawn_apart
 from worldsize.strategies.schedules import Schedule
 from worldsize.strategies.train_state import OptimizerState, TrainState, load_weights
 

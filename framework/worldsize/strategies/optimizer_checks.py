@@ -1,21 +1,46 @@
-"""Refuses optimizers that a strategy or a checkpoint cannot carry, by their class or after a trial."""
+"""Refuses optimizers that a strategy or a checkpoint cannot carry, by their class or after a trial.
+
+Among these are optimizers that evaluate the loss in their step, several times, by a closure, and optimizers that
+cannot train an embedding with sparse gradients, or not so that a checkpoint can hold them.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Sequence
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from torch import nn
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+import torch
+from torch import Tensor, nn
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 from torch.optim.lr_scheduler import LRScheduler
 
-from worldsize.checkpoint.tree import split
-from worldsize.core import ConfigError, Recipe, Reduction
+from worldsize.checkpoint.manifest_tree import split
+from worldsize.core import Cluster, ConfigError, Recipe, Reduction
+from worldsize.devices import backend_for
 from worldsize.errors import CheckpointError
-from worldsize.optimizers.refused import special
-from worldsize.strategies.extra_state_trial import divides_extra_state, has_extra_state
-from worldsize.strategies.optimizer_trial import Trial
+from worldsize.optimizers.schedule_free import special
+from worldsize.strategies.optimizer_trial import Trial, divides_extra_state, has_extra_state
+from worldsize.strategies.step_hooks import without_recipe_hooks
 from worldsize.strategies.train_state import extra_state
+from worldsize.strategies.wrapping import sparse_embeddings
+from worldsize.world.processes import gpus_hidden
 
 _logger = logging.getLogger(__name__)
 
@@ -172,3 +197,78 @@ def refuse_unsent(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> Non
             f"{type(optimizer).__name__}: {_LACKS} a process that takes another's place does not get it. {_KEEP} "
             "Or set strategy.on_failure=restart."
         )
+
+
+def refuse_closures(optimizer: Optimizer) -> None:
+    """Raise ConfigError if ``optimizer``, which no run needs any more, cannot step without a closure.
+
+    Such a step, for example of LBFGS or of sharpness-aware minimization, repeats the forward and backward pass with
+    other weights. Its state between steps is lists of tensors, which no checkpoint has.
+    """
+    try:
+        with gpus_hidden(), without_recipe_hooks(optimizer):
+            optimizer.step()  # without gradients it changes nothing
+    except Exception as error:  # any exception: an optimizer may be the recipe's own
+        if re.search(r"\bclosure\b", str(error)) is None:
+            return  # another check, or the first step, explains it
+        raise ConfigError(
+            f"{type(optimizer).__name__} needs a closure, with which its step computes the loss several times; "
+            "training computes it once for each update, summed over all processes. Use an optimizer that steps by "
+            "gradients alone, such as AdamW or Muon."
+        ) from None
+
+
+def check_sparse_steps(model: nn.Module, optimizer: Optimizer) -> None:
+    """Let optimizers like this one step once with a sparse gradient, for each group with an embedding of that kind.
+
+    Raises:
+        ConfigError: it takes none, or it keeps a sparse state, which no checkpoint takes.
+    """
+    names = {id(embedding.weight): name for name, embedding in sparse_embeddings(model).items()}
+    for group in optimizer.param_groups:
+        for name in [names[id(parameter)] for parameter in group["params"] if id(parameter) in names][:1]:
+            _check_group(optimizer, group, name)
+
+
+def refuse_sparse_sums(model: nn.Module, cluster: Cluster) -> None:
+    """Raise ConfigError if ``model`` has sparse gradients, and processes of ``cluster`` would sum them by NCCL."""
+    if cluster.processes > 1 and backend_for(cluster.backend, cluster.device) == "nccl":
+        for name in sparse_embeddings(model):
+            raise ConfigError(
+                f"{name} has sparse=True, and NCCL sums no sparse gradients. Set sparse=False, cluster.backend=gloo, "
+                "or a strategy whose servers keep rows, such as parameter_server."
+            )
+
+
+def _check_group(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> None:
+    kind = type(optimizer).__name__
+    try:
+        state = _state_after_step(type(optimizer), group)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{name} has sparse=True, and {kind} as it is set takes no sparse gradient ({error}). Set sparse=False; or "
+            "use SparseAdam, Adagrad or SGD without momentum and weight decay; or a strategy whose servers keep rows, "
+            "such as parameter_server."
+        ) from None
+    for key in state:
+        raise ConfigError(
+            f"{name} has sparse=True, and {kind} as it is set keeps a sparse {key} for it, which no checkpoint takes. "
+            "Set momentum=0, use SparseAdam or Adagrad, or set sparse=False."
+        )
+
+
+def _state_after_step(kind: type[Optimizer], group: Mapping[str, Any]) -> list[str]:
+    """Return the names of what is sparse in the state of an optimizer with the options of ``group`` after one step."""
+    taken = inspect.signature(kind).parameters
+    with torch.device("cpu"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some make sparse tensors that nobody checks
+        rows = nn.Parameter(torch.zeros(2, 1))
+        rows.grad = torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1), (2, 1))
+        try:
+            made = kind([rows], **{key: value for key, value in group.items() if key in taken and key != "params"})
+        except Exception:  # a class of one's own, that is made in another way
+            return []
+        with gpus_hidden():
+            made.step()
+    state = made.state.get(rows, {})
+    return [key for key, value in state.items() if isinstance(value, Tensor) and value.layout != torch.strided]

@@ -1,16 +1,18 @@
 """Tries a recipe's optimizer on small tensors: may a rank update a part of a parameter, or some of all parameters?
 
-Where every number is updated by itself, any rank can update any part, with the same bits. A norm over a parameter needs
-all of it, and a norm over all parameters needs all of them.
+Where every number is updated by itself, any rank can update any part, with the same bits. A norm over a parameter
+needs all of it, and a norm over all parameters needs all of them. Another trial asks whether entries that an
+optimizer adds to its ``state_dict()`` are the same on ranks with other parameters. ``substituted`` lets a model have
+other parameters while a recipe makes its optimizer for these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
@@ -18,15 +20,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from worldsize.checkpoint.tree import split
+from worldsize.checkpoint.manifest_tree import split
 from worldsize.core import MultiUpdateRecipe, Recipe, StateDict
-from worldsize.optimizers.names import all_parameters
-from worldsize.record.seeds import generators_kept
+from worldsize.optimizers.groups import all_parameters
+from worldsize.record.determinism import generators_kept
 from worldsize.strategies.multi_train_state import optimizers_of
 from worldsize.strategies.step_hooks import enclose_steps, without_recipe_hooks
-from worldsize.strategies.substitution import substituted
-from worldsize.strategies.train_state import load_named_state, named_state, optimizer_of
-from worldsize.world.fork import gpus_hidden
+from worldsize.strategies.train_state import extra_state, load_named_state, named_state, optimizer_of
+from worldsize.world.processes import gpus_hidden
 
 _STEPS = 6  # some algorithms begin with other steps
 _LENGTHS = (11, 7, 3, 3)  # odd, so that vectorized loops have a remainder
@@ -276,3 +277,64 @@ def _saved(optimizer: Optimizer) -> StateDict:
 def _shapes(state: StateDict) -> Mapping[str, Any]:
     tensors, _ = split(state)
     return {name: (each.shape, each.dtype) for name, each in tensors.items()}
+
+
+@contextmanager
+def substituted(model: nn.Module, replacements: Mapping[int, nn.Parameter]) -> Iterator[None]:
+    """Let ``model`` have other parameters, of any shapes, within the context; keys: ids of replaced ones.
+
+    A recipe's optimizer made within the context is for these, with the groups and options that it has for the model:
+    modules and names are the same.
+    """
+    places = [
+        (module._parameters, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and id(parameter) in replacements
+    ]
+    for own, name, parameter in places:
+        own[name] = replacements[id(parameter)]
+    try:
+        yield
+    finally:
+        for own, name, parameter in places:
+            own[name] = parameter
+
+
+_Split = tuple[dict[str, Tensor], Any]  # tensors of any shapes by path, and other values
+
+
+def has_extra_state(trial: Trial) -> bool:
+    """Return whether an optimizer adds entries to its ``state_dict()``, besides its state and groups."""
+    return any(tensors or values for tensors, values in _extra_states(trial))
+
+
+def divides_extra_state(trial: Trial) -> bool:
+    """Return whether these entries differ if an optimizer updates some parameters, or parts of them."""
+    if not has_extra_state(trial):
+        return False
+    names = list(trial.values)
+    parts = [partial(part_of, dim=dim, is_second=is_second) for dim in range(2) for is_second in (False, True)]
+    try:
+        complete = _extra_states(trial)
+        divided = [_extra_states(trial, part=lambda _, tensor: part(tensor)) for part in parts]  # noqa: B023
+        divided += [_extra_states(trial, own=own) for own in (names[::2], names[1::2])]
+        return not all(_equal(one, other) for each in divided for one, other in zip(complete, each, strict=True))
+    except Exception:  # of any kind: optimizers are user code
+        return True
+
+
+def _extra_states(trial: Trial, **options: Any) -> list[_Split]:
+    """Return the extra state of each optimizer after all steps."""
+    states = list[_Split]()
+    trial.updated(finish=lambda optimizer: states.append(split(extra_state(optimizer))), **options)
+    return states
+
+
+def _equal(one: _Split, other: _Split) -> bool:
+    (tensors, values), (others, other_values) = one, other
+    return (
+        values == other_values
+        and tensors.keys() == others.keys()
+        and all(each.shape == others[name].shape and same(each, others[name]) for name, each in tensors.items())
+    )

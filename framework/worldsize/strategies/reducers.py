@@ -1,27 +1,39 @@
-"""Makes the gradient reducer for a strategy's options."""
+"""Makes the gradient reducer for a strategy's options, for recipes with one update a step and with several.
+
+Several updates are reduced without DistributedDataParallel, which sums gradients of one forward pass of the whole
+model, during the backward pass. Here sums begin after the last backward pass of the update. Every rank holds the
+model whole.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.core import Reduction, World
-from worldsize.dist.codecs import CODECS
-from worldsize.dist.gathered import is_small
-from worldsize.dist.reductions import Encoded
-from worldsize.dist.sparse import RandomK, TopK
-from worldsize.dist.summation import Summation
-from worldsize.strategies.all_reduce_reducer import AllReduceReducer, GatherHook
-from worldsize.strategies.compressed_hook import CompressedHook
-from worldsize.strategies.gradient_reducer import GradientReducer
-from worldsize.strategies.ordered_reducer import OrderedReducer
-from worldsize.strategies.powersgd_hook import PowerSGDHook
-from worldsize.strategies.tiers import Tiers
+from worldsize.collectives.ordered import (
+    LARGEST,
+    Counter,
+    Tree,
+    gathered_mean,
+    is_small,
+    reduce_ordered,
+    sum_level,
+)
+from worldsize.collectives.reductions import CODECS, Encoded, RandomK, TopK
+from worldsize.collectives.staged import Summation, finished
+from worldsize.collectives.step_timer import phase
+from worldsize.core import MicroBatch, Reduction, World
+from worldsize.strategies.communication_hooks import CompressedHook, PowerSGDHook, Tiers
+from worldsize.strategies.ddp_reducers import AllReduceReducer, GatherHook, OrderedReducer
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer, taken
+from worldsize.strategies.loss_record import LossRecord
 
 CompressionKind = Literal["none", "bf16", "fp16", "int8", "powersgd", "topk", "randomk"]
 
@@ -82,3 +94,101 @@ def compressed_reducer(
     if compression.kind == "none" and tiers is None:
         return gradient_reducer(reduce, module, world.group)
     return AllReduceReducer(module, CompressedHook(module, world, compression.summation(), tiers, seed=seed))
+
+
+BUCKET_MB = 25.0
+
+
+def update_reducer(
+    reduce: Reduction, model: nn.Module, group: ProcessGroup | None, *, bucket_mb: float = BUCKET_MB
+) -> GradientReducer:
+    """Make the reducer of a recipe with several updates.
+
+    ``group``: the ranks with copies of ``model``; None: this rank alone. ``bucket_mb``: MiB that are summed at once.
+    """
+    kind = OrderedUpdateReducer if reduce == "ordered" else FlatUpdateReducer
+    return kind(model, group, bucket_bytes=int(bucket_mb * 2**20))
+
+
+@final
+class FlatUpdateReducer(GradientReducer):
+    """Sums micro-batches in order, and across processes by torch's all-reduce."""
+
+    def __init__(self, model: nn.Module, group: ProcessGroup | None, *, bucket_bytes: int) -> None:
+        self._model, self._group, self._bucket_bytes = model, group, bucket_bytes
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
+        losses = [backward(batch, 1 / len(batches)) for batch in batches]
+        if self._group is not None:
+            gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+            for bucket in _buckets(gradients, self._bucket_bytes):
+                self._average(bucket, self._group)
+        return losses
+
+    def _average(self, bucket: Sequence[Tensor], group: ProcessGroup) -> None:
+        row_n, size = _flat(bucket), dist.get_world_size(group)
+        if row_n.device.type == "cpu" and size * row_n.nbytes <= LARGEST:
+            gathered_mean(row_n, group)
+        else:
+            with phase("communication"):
+                dist.all_reduce(row_n, group=group)
+            row_n.div_(size)
+        _for_each_part(row_n, bucket, lambda gradient, mean: gradient.copy_(mean))
+
+
+@final
+class OrderedUpdateReducer(GradientReducer):
+    """Sums in the fixed tree of :mod:`worldsize.collectives.ordered`: every world size computes the same bits."""
+
+    @property
+    def is_ordered(self) -> bool:
+        return True
+
+    def __init__(self, model: nn.Module, group: ProcessGroup | None, *, bucket_bytes: int) -> None:
+        self._model, self._group, self._bucket_bytes = model, group, bucket_bytes
+        self._size = dist.get_world_size(group) if group else 1
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
+        tree, losses = Tree(len(batches) * self._size, self._size), dict[int, LossRecord]()
+        counters = [Counter() for _ in range(tree.local_nodes)]
+        parameters: list[nn.Parameter] = []
+        for node, counter in enumerate(counters):
+            for leaf in tree.leaves(node):
+                losses[leaf] = backward(batches[leaf], 1.0)
+                parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
+                counter.add(taken(parameters))
+        nodes = [counter.waiting[0] for counter in counters]
+        for bucket in _buckets(parameters, self._bucket_bytes):
+            rows, nodes = [_flat(node[: len(bucket)]) for node in nodes], [node[len(bucket) :] for node in nodes]
+            total = finished(reduce_ordered(rows, self._group)) if self._group else sum_level(rows)
+            _for_each_part(total / tree.logical_ranks, bucket, _set_gradient)
+        return [losses[leaf] for leaf in range(len(batches))]
+
+
+def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    parameter.grad = gradient
+
+
+def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:
+    """Divide ``tensors`` into runs of one dtype and at most ``most`` bytes; a larger tensor is a run of its own."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > most):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _for_each_part(row_n: Tensor, like: Sequence[Tensor], put: Callable[[Tensor, Tensor], object]) -> None:
+    """Call ``put`` with each tensor of ``like`` and its part of ``row_n``, in the tensor's shape."""
+    parts = torch.split(row_n, [tensor.numel() for tensor in like])
+    for tensor, part in zip(like, parts, strict=True):
+        put(tensor, part.view_as(tensor))

@@ -19,20 +19,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from worldsize.collectives.gather_full import whole
+from worldsize.collectives.ordered import Tree, summation_tree
+from worldsize.collectives.step_timer import phase, wait
+from worldsize.collectives.timed_sharding import time_sharding
 from worldsize.core import Dealing, MicroBatch, Reduction, World
-from worldsize.dist.gather_full import whole
-from worldsize.dist.ordered import Tree, summation_tree
-from worldsize.dist.step_timer import phase, wait
-from worldsize.dist.timed_sharding import time_sharding
-from worldsize.strategies.clipping import aligned_norm
-from worldsize.strategies.gradient_reducer import Backward, GradientReducer, OrderedSums
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer, OrderedSums, aligned_norm
 from worldsize.strategies.loss_record import LossRecord
-from worldsize.strategies.ordered_scatters import OrderedScatters
 from worldsize.strategies.reducers import gradient_reducer
-from worldsize.strategies.scalar_gradients import ScalarGradients, scalar_gradients
 from worldsize.strategies.step_buffers import BufferMean
-from worldsize.strategies.unit_gradients import UnitGradients
-from worldsize.strategies.unit_order import UnitOrder
+from worldsize.strategies.unit_collectives import OrderedScatters, UnitOrder
+from worldsize.strategies.unit_gradients import ScalarGradients, UnitGradients, scalar_gradients
 
 
 def sharded_reducer(
@@ -172,7 +169,7 @@ class ReduceScatterReducer(GradientReducer):
 
 @final
 class OrderedShardReducer(OrderedSums):
-    """The fixed tree of :mod:`worldsize.dist.ordered` as FSDP's reduce-scatter.
+    """The fixed tree of :mod:`worldsize.collectives.ordered` as FSDP's reduce-scatter.
 
     It gives the bits of every other strategy at every world size. With dealing "cyclic", gradients of micro-batches are
     summed locally and reduced with the last one; with "block", each is reduced, and shards are summed.

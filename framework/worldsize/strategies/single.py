@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
+from worldsize.collectives.cluster_cost import whole_bytes
 from worldsize.core import Cluster, ConfigError, Cost, Recipe, Replica, Role, RunContext, Strategy, Workload
-from worldsize.dist.cost.cluster import whole_bytes
-from worldsize.strategies.alone import alone
+from worldsize.strategies.synchronous import alone
 
 
 @final

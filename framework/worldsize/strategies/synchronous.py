@@ -1,26 +1,40 @@
-"""The replica of every strategy in which all ranks take the same optimizer step."""
+"""The replica of every strategy in which all ranks take the same optimizer step, also of a process that trains alone.
+
+``CallingRoot`` is the module around a model inside whose forward pass a whole loss is computed. ``RepeatedPasses``
+lets a recipe that keeps values compute a micro-batch twice in a step, where the first result is dropped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import Any, final
 
 from torch import Tensor, nn
 
-from worldsize.core import FeatureRecipe, MicroBatch, Recipe, RunContext, StepResult
-from worldsize.dist.step_timer import backward, phase
-from worldsize.record.seeds import seed_generators
+from worldsize.collectives.step_timer import backward, phase
+from worldsize.core import (
+    FeatureRecipe,
+    MicroBatch,
+    MultiUpdateRecipe,
+    Recipe,
+    Reduction,
+    RunContext,
+    StepResult,
+    saves_state,
+)
+from worldsize.record.determinism import seed_generators
 from worldsize.strategies.buffer_combinations import StepShape
-from worldsize.strategies.calling_root import CallingRoot
 from worldsize.strategies.gathered_features import GatheredFeatures
-from worldsize.strategies.gradient_hooks import GradientHooks
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, step_metrics, trainable
 from worldsize.strategies.model_replica import ModelReplica
-from worldsize.strategies.parameter_changes import ParameterChanges
-from worldsize.strategies.repeated_passes import RepeatedPasses
+from worldsize.strategies.multi_train_state import MultiTrainState
+from worldsize.strategies.multi_update import MultiUpdateReplica
+from worldsize.strategies.parameter_changes import GradientHooks, ParameterChanges
+from worldsize.strategies.reducers import gradient_reducer, update_reducer
 from worldsize.strategies.train_state import TrainState
 
 
@@ -128,3 +142,66 @@ class SynchronousReplica(ModelReplica):
         if self._features is not None:
             return trainable(self._features.loss(batch))
         return trainable(self.recipe.micro_batch_loss(self.model, batch))
+
+
+_Action = Callable[[], Any]
+
+
+@final
+class CallingRoot(nn.Module):
+    """Holds a model, and calls any function inside the hooks of its own forward pass.
+
+    It is needed because a recipe may call parts of its model directly, in any order. The model's tensors keep their
+    names, since checkpoints are made of the model itself.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._call: Callable[[_Action], Any] | None = None
+
+    def guard(self, call: Callable[[_Action], Any]) -> None:
+        """Let ``call`` call the functions that are given to this module."""
+        self._call = call
+
+    def forward(self, action: _Action) -> Any:
+        """Call ``action``, which computes with the model or parts of it."""
+        return action() if self._call is None else self._call(action)
+
+
+@final
+class RepeatedPasses:
+    """Undoes what a dropped pass changes in the values that a recipe keeps.
+
+    Ranks that need equally many passes compute one without effect, DDP learns the order of gradients from one, and
+    features are computed before the loss that computes them again. Other passes cost nothing.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self._has_state = recipe, saves_state(recipe)
+
+    @contextmanager
+    def dropped(self, batch: MicroBatch) -> Iterator[None]:
+        """Compute a pass of ``batch`` that is repeated in the same step."""
+        start = deepcopy(self._recipe.state(batch.logical_rank)) if self._has_state else None
+        try:
+            yield
+        finally:
+            if self._has_state:
+                self._recipe.load_state(batch.logical_rank, start)
+
+
+def alone(recipe: Recipe, model: nn.Module, context: RunContext, reduce: Reduction = "flat") -> ModelReplica:
+    """Return a replica that trains ``model``, on the device of ``context.world``, in this process alone."""
+    if isinstance(recipe, MultiUpdateRecipe):
+        reducer, states = update_reducer(reduce, model, None), MultiTrainState.of(recipe, model)
+        return MultiUpdateReplica(recipe, context, train_state=states, reducer=reducer, sums_alone=True)
+    sums = gradient_reducer(reduce, model, None)
+    return SynchronousReplica(recipe, context, train_state=TrainState.of(recipe, model), reducer=sums, sums_alone=True)
+
+
+def train_state_of(recipe: Recipe, model: nn.Module) -> TrainState | MultiTrainState:
+    """Make the optimizers and schedules of ``recipe`` for ``model``."""
+    if isinstance(recipe, MultiUpdateRecipe):
+        return MultiTrainState.of(recipe, model)
+    return TrainState.of(recipe, model)

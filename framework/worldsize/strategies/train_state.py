@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from worldsize.collectives.per_rank import local, zeros_like
 from worldsize.core import Recipe, StateDict
-from worldsize.dist.per_rank import local, zeros_like
 from worldsize.errors import CheckpointError
 from worldsize.optimizers.counters import attributes_kept, counters_kept
-from worldsize.optimizers.names import all_parameters, named_by
+from worldsize.optimizers.groups import all_parameters, named_by
 from worldsize.optimizers.schedule_free import begin_training, has_begun, is_schedule_free
-from worldsize.record.seeds import drawn_apart
+from worldsize.record.determinism import drawn_apart
 from worldsize.strategies.schedules import Schedule
 from worldsize.strategies.step_hooks import without_recipe_hooks
-from worldsize.world.fork import gpus_hidden
+from worldsize.world.processes import gpus_hidden
 
 
 class OptimizerState(ABC):

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from worldsize.collectives.step_timer import phase
 from worldsize.core import ConfigError, Loss, LossOutput, MicroBatch, Update, World
-from worldsize.dist.step_timer import phase
 from worldsize.errors import neighbours
-from worldsize.record.seeds import GeneratorStates, seed_generators
+from worldsize.record.determinism import GeneratorStates, seed_generators
 from worldsize.strategies.loss_record import LossRecord, differentiable
-from worldsize.strategies.model_flags import ModelFlags
+from worldsize.strategies.model_replica import ModelFlags
 
 
 @final

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from worldsize.testing.gradient_loops import GRADIENT_CASES
 from worldsize.testing.loops import Case, Loop
-from worldsize.testing.loss_loops import LOSS_CASES
+from worldsize.testing.loss_loops import GRADIENT_CASES, LOSS_CASES
 from worldsize.testing.module_loops import MODULES
-from worldsize.testing.optimizer_loops import OPTIMIZERS
 from worldsize.testing.state_loops import STATES
-from worldsize.testing.update_loops import UPDATES
+from worldsize.testing.update_loops import OPTIMIZERS, UPDATES
 
 CASES: Sequence[Case] = (
     Case("plain", Loop()),

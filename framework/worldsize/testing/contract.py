@@ -24,11 +24,17 @@ from worldsize.checkpoint.load import newest, read_tensors
 from worldsize.core import ConfigError, Recipe, RunContext, Strategy
 from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.testing.cases import CASES
-from worldsize.testing.interrupted import CountingChain, changed_by_interruption
-from worldsize.testing.leaks import LOOPBACK, children, listening
+from worldsize.testing.interrupted import (
+    REMEMBERED_STEPS,
+    CountingChain,
+    Remembered,
+    changed_by_interruption,
+    remembering_loop,
+    train_healing,
+)
 from worldsize.testing.loops import REMEDY, Case, faults, largest_difference, outcomes, refused_early
 from worldsize.testing.recipes import AveragedChain, TwoPlayers
-from worldsize.testing.remembered import REMEMBERED_STEPS, Remembered, remembering_loop, train_healing
+from worldsize.testing.runs import LOOPBACK, children, listening
 from worldsize.testing.training import (
     ALONE,
     CHAIN,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from worldsize.core import Batch, ConfigError, Numerics, Recipe, RunContext, Strategy
-from worldsize.data.fetch import collate_of, fetch
+from worldsize.data.batches import collate_of, fetch
 from worldsize.data.order import Order
 from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.testing.recipes import ByMetric

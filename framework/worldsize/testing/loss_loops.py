@@ -1,15 +1,18 @@
-"""Programs whose losses cannot be trained in some micro-batch: each strategy refuses them before the update."""
+"""Small programs whose losses cannot be trained in some micro-batch, or whose gradients come in unusual ways."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
 
-from worldsize.core import Batch, FeatureRecipe, Features
+from worldsize.core import Batch, FeatureRecipe, Features, Numerics
 from worldsize.testing.loops import Case, Loop
 
 
@@ -100,4 +103,127 @@ LOSS_CASES: Sequence[Case] = (
     Case("contrast", Contrast()),
     Case("exchanging-loss", Exchanging(), apart=True),
     Case("changing-form", ChangingForm(), reference=_nothing, apart=True),
+)
+
+
+_EXPERTS = 6
+
+
+@dataclass(frozen=True)
+class Experts(Loop):
+    """Samples that each go to one of six experts, more than a micro-batch uses; nothing uses a spare layer.
+
+    Weights decay, so that a gradient of zeros is not the same as none.
+    """
+
+    def net(self) -> nn.Module:
+        return _ExpertNet()
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.5)
+
+    def data(self, split: str) -> TensorDataset:
+        inputs, targets = super().data(split).tensors
+        return TensorDataset(inputs, targets, torch.arange(len(inputs)) % _EXPERTS)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0], batch[2]), batch[1])
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        return {"error": ((model(batch[0], batch[2]) - batch[1]).square().sum(), torch.tensor(len(batch[0])))}
+
+
+@dataclass(frozen=True)
+class Unfreezing(Loop):
+    """A first layer that trains from the fourth step on, or with ``trains_first`` until then."""
+
+    trains_first: bool = False
+
+    def model(self) -> nn.Module:
+        return self._switched(super().model(), trains=self.trains_first)
+
+    def loss_at(self, model: nn.Module, batch: Any, step: int) -> Tensor:
+        if step == 4:
+            self._switched(model, trains=not self.trains_first)
+        return self.loss(model, batch)
+
+    def _switched(self, model: nn.Module, *, trains: bool) -> nn.Module:
+        for name, parameter in model.named_parameters():
+            if name.removeprefix("module.").startswith("0."):
+                parameter.requires_grad_(trains)
+        return model
+
+
+@dataclass(frozen=True)
+class Hooked(Loop):
+    """Parameters with a hook that clips their gradient, from a step on; see :class:`torch.Tensor` for both kinds."""
+
+    accumulated: bool = False
+    from_step: int = 0
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        if self.from_step == 0:
+            self._hook(model)
+        return model
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        optimizer = super().optimizer(model)
+        steps = []
+
+        def count(*_: object) -> None:
+            steps.append(1)
+            if len(steps) == self.from_step:
+                self._hook(model)
+
+        if self.from_step:
+            optimizer.register_step_post_hook(count)
+        return optimizer
+
+    def _hook(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if self.accumulated:
+                parameter.register_post_accumulate_grad_hook(_clip_accumulated)  # type: ignore[no-untyped-call]
+            else:
+                parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))  # type: ignore[no-untyped-call]
+
+
+def _clip_accumulated(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.05, 0.05).mul_(0.5)
+
+
+class PartlyOptimized(Loop):
+    """An optimizer of the last layer alone, though the first one requires gradients."""
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        assert isinstance(model, nn.Sequential)
+        return torch.optim.SGD(model[2].parameters(), lr=0.1)
+
+
+class _ExpertNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 8) for _ in range(_EXPERTS))
+        self.out = nn.Linear(8, 1)
+        self.spare = nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor, chosen: Tensor) -> Tensor:
+        hidden = inputs.new_zeros(len(inputs), 8)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().squeeze(1)
+            if len(rows):
+                hidden = hidden.index_put((rows,), torch.tanh(expert(inputs[rows])))
+        out: Tensor = self.out(hidden)
+        return out
+
+
+GRADIENT_CASES: Sequence[Case] = (
+    Case("experts", Experts()),
+    Case("unfreezes", Unfreezing()),
+    Case("freezes", Unfreezing(trains_first=True)),
+    Case("hook-on-gradient", Hooked()),
+    Case("hook-on-accumulated-gradient", Hooked(accumulated=True)),
+    Case("hook-registered-later", Hooked(from_step=3)),
+    Case("clips-what-the-optimizer-lacks", PartlyOptimized(), numerics=Numerics(clip_norm=0.1)),
 )

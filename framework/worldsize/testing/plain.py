@@ -1,12 +1,16 @@
-"""Trains a recipe in plain PyTorch, on one process and whole batches; strategies are compared with it."""
+"""Trains and evaluates a recipe in plain PyTorch, with which strategies are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
+from torch.utils.data import default_collate
 
-from worldsize.core import Batch, MultiUpdateRecipe, Recipe
+from worldsize.core import Batch, EvaluationBatches, MultiUpdateRecipe, Recipe, Replica, World
+from worldsize.data.batches import Collate
+from worldsize.data.loader import evaluation_batches
 from worldsize.strategies.loss_record import mean_loss
 from worldsize.strategies.multi_train_state import optimizers_of
 from worldsize.strategies.train_state import optimizer_of
@@ -52,3 +56,12 @@ def _several_updates(recipe: MultiUpdateRecipe, model: nn.Module) -> Step:
         return total
 
     return step
+
+
+def evaluate(
+    replica: Replica, dataset: Any, world: World, *, batch_size: int, collate: Collate = default_collate
+) -> Mapping[str, float]:
+    """Return the metrics of the whole ``dataset``; every sample counts once, however many ranks there are."""
+    return replica.evaluate(
+        EvaluationBatches(lambda: evaluation_batches(dataset, world, batch_size=batch_size, collate=collate))
+    )

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from worldsize.core import LossOutput, MicroBatch, Recipe
-from worldsize.data.fetch import collate_of, fetch, is_iterable
-from worldsize.record.seeds import seed_generators
+from worldsize.data.batches import collate_of, fetch, is_iterable
+from worldsize.record.determinism import seed_generators
 from worldsize.strategies.model_replica import autocast
 from worldsize.strategies.train_state import optimizer_of
 from worldsize.testing.port_runs import PortConfig, initial_model, steps_of

@@ -14,9 +14,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from worldsize.checkpoint.format import Retention
 from worldsize.checkpoint.load import load, newest
-from worldsize.checkpoint.retention import Retention
 from worldsize.checkpoint.save import Saver
+from worldsize.collectives.gather_full import gather_full
+from worldsize.collectives.per_rank import local
 from worldsize.core import (
     CheckpointSource,
     Cluster,
@@ -32,18 +34,14 @@ from worldsize.core import (
     Strategy,
     World,
 )
-from worldsize.data.evaluation import evaluation_batches
-from worldsize.data.fetch import collate_of, fetch
-from worldsize.data.loader import drawn, micro_batches
+from worldsize.data.batches import collate_of, fetch
+from worldsize.data.loader import drawn, evaluation_batches, micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.dist.gather_full import gather_full
-from worldsize.dist.per_rank import local
-from worldsize.testing.evaluation import evaluate
-from worldsize.testing.plain import plain_step
+from worldsize.testing.plain import evaluate, plain_step
 from worldsize.testing.port_runs import mean_of
 from worldsize.testing.recipes import ByMetric, Chain
 from worldsize.testing.worlds import gathered, run_in_worlds
-from worldsize.train.heap import Heap
+from worldsize.train.faults import Heap
 from worldsize.worker.step_memory import StepMemory, writes_states
 from worldsize.world.roles import role_ranks
 from worldsize.world.scratch import temporary_folder

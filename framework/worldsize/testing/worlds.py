@@ -16,7 +16,7 @@ from torch import Tensor
 
 from worldsize.core import Cluster, Role, World
 from worldsize.world.environments import Placement
-from worldsize.world.fork import ready_to_fork
+from worldsize.world.processes import ready_to_fork
 from worldsize.world.scratch import temporary_folder
 from worldsize.world.world import open_world
 

@@ -8,8 +8,8 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from worldsize.collectives.exact import start_all_reduce
 from worldsize.core import StepDone, World
-from worldsize.dist.exact import start_all_reduce
 
 _INTERVAL = 0.5  # approximate seconds between two exchanges
 _LEAST = 20  # exchanges in a run, so that a short run does not end before it notices a request to stop

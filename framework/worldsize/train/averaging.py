@@ -10,9 +10,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from worldsize.collectives.per_rank import local
+from worldsize.collectives.step_timer import phase
 from worldsize.core import ConfigError, EvaluationBatches, MicroBatch, Replica, StateDict, StepResult
-from worldsize.dist.per_rank import local
-from worldsize.dist.step_timer import phase
 
 
 @final

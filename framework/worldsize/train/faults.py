@@ -1,6 +1,6 @@
 """Injects the faults of the configuration, so that users can rehearse failures on their own cluster.
 
-    train.py 'faults=[{action: kill, rank: 1, step: 7}, {action: raise, point: "checkpoint:after-shards", step: 20}]'
+train.py 'faults=[{action: kill, rank: 1, step: 7}, {action: raise, point: "checkpoint:after-shards", step: 20}]'
 
 Points: checkpoint:begin, checkpoint:in-shard, checkpoint:after-shard, checkpoint:after-shards,
 checkpoint:after-manifest, checkpoint:after-complete, checkpoint:after-rename, retention:begin,
@@ -30,16 +30,46 @@ change.
 from __future__ import annotations
 
 import errno
+import math
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, TypeVar, final
 
+import torch
+from torch import Tensor
+
 from worldsize.core.limits import GRACE, Range, check_limits
 from worldsize.errors import ConfigError, neighbours
-from worldsize.train.heap import Heap
+
+_BLOCKS = 64  # blocks of each kind in a perturbation
+_LARGEST = 4096  # numbers in a block, few enough for the allocator to reuse it rather than return it to the system
+
+
+@final
+class Heap:
+    """Allocates and frees blocks of odd sizes in this process, so that later allocations get other addresses."""
+
+    def __init__(self) -> None:
+        self._random = random.Random()  # the run's own generators are not advanced
+        self._kept: list[Tensor | bytearray] = []
+
+    def perturb(self) -> None:
+        """Allocate blocks of NaN, and free half of all blocks; the other half keep their addresses occupied."""
+        blocks = [block for _ in range(_BLOCKS) for block in (self._tensor(), bytearray(self._size()))]
+        mixed: list[Tensor | bytearray] = [*self._kept, *blocks]
+        self._random.shuffle(mixed)
+        self._kept = mixed[: len(mixed) // 2]
+
+    def _tensor(self) -> Tensor:
+        return torch.full((self._size(),), math.nan)
+
+    def _size(self) -> int:
+        return 2 * self._random.randrange(_LARGEST // 2) + 1
+
 
 T = TypeVar("T")
 PERTURB = "perturb"

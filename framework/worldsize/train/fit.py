@@ -11,6 +11,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import (
     Emit,
     Evaluated,
@@ -23,7 +24,6 @@ from worldsize.core import (
     World,
 )
 from worldsize.data.data_wait import StopBetweenSteps
-from worldsize.dist.step_timer import StepTimer
 from worldsize.train.agreement import Agreement, Wishes
 from worldsize.train.before_update import BeforeUpdate
 from worldsize.train.training_metrics import TrainingMetrics

@@ -11,11 +11,11 @@ from typing import final
 import torch
 from torch import nn
 
-from worldsize.checkpoint.tree import join, split
+from worldsize.checkpoint.manifest_tree import join, split
 from worldsize.checkpoint.weights import Weights, open_weights
 from worldsize.core import ConfigError, Recipe, StateDict
 from worldsize.errors import neighbours
-from worldsize.record.seeds import generators_kept
+from worldsize.record.determinism import generators_kept
 from worldsize.strategies.wrapping import sparse_embeddings
 
 _logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class InitialWeights:
     def loaded(self, recipe: Recipe, state: StateDict) -> StateDict:
         """Return ``state`` with the weights in place of its model's; each rank reads only the parts that it holds."""
         # imports half of torch.distributed, which a launching process does not need
-        from worldsize.checkpoint.weights_reader import read_into
+        from worldsize.checkpoint.load import read_into
 
         tensors, values = split({"model": state["model"]})
         model = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}

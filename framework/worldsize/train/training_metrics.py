@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from worldsize.collectives.exact import exact_sum, quotient, start_all_gather
 from worldsize.core import World
-from worldsize.dist.exact import exact_sum, quotient, start_all_gather
 from worldsize.strategies.loss_record import metrics_differ
 
 _logger = logging.getLogger(__name__)

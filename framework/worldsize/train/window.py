@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from worldsize.collectives.exact import exact_sum, start_all_gather
+from worldsize.collectives.step_timer import PHASES, StepTimer
 from worldsize.core import StepDone, StepResult, World
 from worldsize.devices import on_device, synchronize_stream
-from worldsize.dist.exact import exact_sum, start_all_gather
-from worldsize.dist.step_timer import PHASES, StepTimer
 from worldsize.train.training_metrics import TrainingMetrics, means, missing
 
 _SPLITS = 1 + len(PHASES)  # times of a measured step: its wait for data, then its phases

@@ -1,7 +1,13 @@
-"""Holds what a process keeps while the other members of its gang change."""
+"""Holds what a process keeps while the other members of its gang change, and frees their process groups.
+
+Whoever frees a group of gloo waits until its collectives have ended, and one that sends to a process that was killed
+goes on until the timeout of the group.
+"""
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -9,21 +15,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from worldsize.checkpoint.format import Checkpoint
 from worldsize.checkpoint.load import newest
 from worldsize.checkpoint.save import Saver
+from worldsize.collectives.peer_waits import INTERRUPTION
 from worldsize.config.settings import Settings
 from worldsize.core import Evaluated, Event, Listener, RunStarted, StepDone, World
+from worldsize.record.determinism import seed_generators, stream
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.seeds import seed_generators, stream
 from worldsize.strategies.deferred.model import state_follows
 from worldsize.train.before_update import BeforeUpdate
 from worldsize.train.fit import TrainingProgress
 from worldsize.worker.evaluation import EvaluationData
 from worldsize.worker.save_interval import SaveInterval
-from worldsize.world.heartbeat import Heartbeat
+from worldsize.world.processes import Heartbeat
+from worldsize.world.world import existing_groups
 
 
 @final
@@ -156,3 +164,37 @@ class Carried:
     def note(self, progress: TrainingProgress) -> None:
         """Record what this process has done."""
         self.progress = progress
+
+
+_Left = list[tuple[list[Work], list[ProcessGroup]]]  # of each membership: what goes on, and all groups
+
+
+@final
+class LeftGroups:
+    """The groups that this process has left and not freed."""
+
+    def __init__(self) -> None:
+        self._left: _Left = []
+
+    def keep(self) -> None:
+        """Keep the groups of this process, which it is about to leave."""
+        self._left.append((INTERRUPTION.unfinished(), existing_groups()))
+
+    def free(self) -> None:
+        """Free the groups to which nothing else refers but garbage, unless collectives in them go on.
+
+        A thread frees them: torch may have started collectives by itself, of which nobody knows whether they go on.
+        """
+        gc.collect()  # replicas and their groups refer to themselves
+        before, self._left = self._left, []
+        ended: _Left = []
+        while before:  # no name refers to a group when the thread begins
+            (self._left if _go_on(before[-1][0]) else ended).append(before.pop())
+        threading.Thread(target=ended.clear, daemon=True, name="groups").start()
+
+
+def _go_on(works: list[Work]) -> bool:
+    return not all(map(Work.is_completed, works))
+
+
+LEFT_GROUPS = LeftGroups()  # for as long as this process lives, also after the last membership

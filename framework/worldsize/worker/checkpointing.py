@@ -1,16 +1,29 @@
-"""Decides what a save that failed means for the run: training goes on or stops, and how the run ends."""
+"""Saves during training: the consequence of a failed save, and the history that a checkpoint keeps."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, final
 
 from torch import Tensor
 
 from worldsize.checkpoint.save import Saver
-from worldsize.core import CheckpointFailed, CheckpointSaved, Emit, StateDict
+from worldsize.core import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Emit,
+    Evaluated,
+    Event,
+    RunStarted,
+    StateDict,
+    StepDone,
+)
 from worldsize.errors import CheckpointError, SaveFailedError
+from worldsize.record.metrics import last_metrics
 from worldsize.train.agreement import Wishes
 from worldsize.worker.save_interval import SaveInterval
 
@@ -135,3 +148,28 @@ class Checkpointing:
 
 def _described(failure: CheckpointFailed) -> str:
     return str(SaveFailedError(failure.step, failure.reason, failure.newest))
+
+
+@final
+@dataclass
+class History:
+    """A listener that keeps the values for the result and the checkpoints; ``file``: the run's metrics."""
+
+    file: Path
+    started: float = field(default_factory=time.perf_counter)
+    first: int = 0
+    first_step_at: float | None = None  # Unix time
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    compiled: Mapping[str, Any] = field(default_factory=dict)  # by torch.compile, in this attempt
+    evaluations: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RunStarted(first=first):
+                self.first, self.metrics = first, last_metrics(self.file) if first else {}
+            case StepDone(facts=facts):
+                self.first_step_at = self.first_step_at or time.time()
+                self.compiled = facts.get("compiled", self.compiled)
+            case Evaluated(step=step, metrics=metrics):
+                self.metrics = metrics
+                self.evaluations.append((step, metrics))

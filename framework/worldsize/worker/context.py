@@ -1,11 +1,11 @@
-"""The context of a run's processes: access to data, the newest checkpoint, and a folder to connect through."""
+"""The surroundings of a process in training: its context, its listeners, its limits of waits for data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
@@ -17,6 +17,7 @@ from worldsize.core import (
     ConfigError,
     DataSource,
     EvaluationBatch,
+    Listener,
     MicroBatch,
     Rendezvous,
     RunContext,
@@ -25,14 +26,23 @@ from worldsize.core import (
     StopFlag,
     World,
 )
-from worldsize.data.fetch import collate_of, is_iterable
+from worldsize.data.batches import collate_of, is_iterable
+from worldsize.data.data_wait import Patience
 from worldsize.data.loader import drawn
+from worldsize.observe.events import EventLog
+from worldsize.observe.health.files import AlertNews
+from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing, UnitTimes
+from worldsize.record.metrics import JsonLines
 from worldsize.record.run_directory import RunDirectory, private
+from worldsize.record.run_record import view
 from worldsize.worker.evaluation import EvaluationData
 from worldsize.world.environments import Placement
-from worldsize.world.heartbeat import Heartbeat
+from worldsize.world.meetings import StopVote
+from worldsize.world.processes import Heartbeat, Preemption
+from worldsize.world.roles import role_of
 from worldsize.world.scratch import socket_folder
+from worldsize.world.world import gang_of
 
 
 def context_of(settings: Settings, run: RunDirectory, world: World, placement: Placement, stop: StopFlag) -> RunContext:
@@ -136,3 +146,45 @@ class _RunData(DataSource):
     def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
         self._settings.faults.at("evaluate:begin")
         return self._evaluation.batches(split, step, replace(self._world, rank=part, size=parts, groups={}))
+
+
+_ENDING = 2.0  # seconds that a process needs to end when it waits for nothing
+
+
+def listeners_of(settings: Settings, run: RunDirectory, global_rank: int, preemption: Preemption) -> list[Listener]:
+    """Create the listeners of a process: every training process writes its timing, the first logs global events.
+
+    If all processes serve, the run's first process leads and logs. In a gang that heals, its first member does, which
+    need not be the first process.
+    """
+    role, rank = role_of(global_rank, settings.roles)
+    own: list[Listener] = [] if settings.roles[role].serves else [Timing(run, rank=rank)]
+    if settings.heals or global_rank != (gang_of(settings.roles) or [0])[0]:
+        return own
+    return [*own, *global_listeners(settings, run, preemption)]
+
+
+def global_listeners(settings: Settings, run: RunDirectory, preemption: Preemption) -> list[Listener]:
+    """Create the listeners of the whole run."""
+    manifest = view(run.path).manifest  # the manifest's configuration has no secrets
+    facts = {"run_id": run.id, "folder": run.path, "config": manifest["config"], "manifest": manifest}
+    makers = {
+        name: partial(make, **facts, group=settings.run.group) for name, make in settings.observe.listeners.items()
+    }
+    loggers = SubprocessListeners(
+        makers,
+        grace=lambda: max(1.0, preemption.seconds_left(settings.launcher.save_grace) - _ENDING),
+        lock=run.listener_lock,
+        alerts=AlertNews(run.events).new,
+    )
+    return [JsonLines(run.metrics), EventLog(run.events), loggers]
+
+
+def patience_of(settings: Settings, world: World, preemption: Preemption) -> Patience:
+    """Return the limits of a wait for data; members of a gang that heals have no store in which all could vote."""
+    vote = None if settings.heals else StopVote(world)
+
+    def stops(step: int) -> bool:
+        return vote is not None and preemption.is_wanted() and vote.passes(step)
+
+    return Patience(settings.cluster.timeout, speaks=world.rank == 0, stops=stops)

@@ -16,11 +16,11 @@ from worldsize.checkpoint.load import load
 from worldsize.config.sections import TrainingConfig
 from worldsize.config.settings import Settings
 from worldsize.core import EvaluationBatch, EvaluationBatches, Replica, World, metric_key, split_of
-from worldsize.data.evaluation import evaluation_batches
-from worldsize.data.fetch import collate_of, is_iterable
+from worldsize.data.batches import collate_of, is_iterable
+from worldsize.data.loader import evaluation_batches
+from worldsize.record.determinism import generators_kept, seed_generators, stream
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import write_result
-from worldsize.record.seeds import generators_kept, seed_generators, stream
 from worldsize.train.averaging import evaluate_all
 from worldsize.train.early_stopping import value_of
 

@@ -16,8 +16,8 @@ from typing import Any, final
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from worldsize.collectives.peer_waits import PEER_WAIT
 from worldsize.devices import backend_names
-from worldsize.dist.peer_wait import PEER_WAIT
 from worldsize.record.flight import collectives_file, flight_file, keep_flight_file
 
 _logger = logging.getLogger(__name__)

@@ -1,4 +1,7 @@
-"""Trains in a gang whose members change: the survivors of a failure, and newcomers, go on from the same step."""
+"""Trains in a gang whose members change: survivors and newcomers go on from the same step.
+
+What a process does for the first time takes it several times as long as afterwards.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,27 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 
-from worldsize.checkpoint.peers import receive_state, send_state
+from worldsize.checkpoint.copies import receive_state, send_state
+from worldsize.collectives.peer_waits import INTERRUPTION
+from worldsize.collectives.step_timer import connect
 from worldsize.config.learning_rate import update_samples
 from worldsize.config.settings import Settings
 from worldsize.core import Event, Listener, MembershipChanged, Replica, StepDone, World
 from worldsize.devices import backend_for
-from worldsize.dist.connecting import connect
-from worldsize.dist.interruption import INTERRUPTION
 from worldsize.record.run_directory import RunDirectory
-from worldsize.strategies.deferred.model import state_follows
+from worldsize.strategies.deferred.model import describe, state_follows
 from worldsize.train.before_update import BeforeUpdate
 from worldsize.train.fit import TrainingProgress
-from worldsize.worker.carried import Carried
-from worldsize.worker.left_groups import LEFT_GROUPS
-from worldsize.worker.listeners import global_listeners
+from worldsize.worker.carried import LEFT_GROUPS, Carried
+from worldsize.worker.context import global_listeners
 from worldsize.worker.shard_recovery import ShardRecovery
 from worldsize.worker.training import Training
-from worldsize.worker.warm_up import joins_later, warm_up
-from worldsize.world.connections import Connections
 from worldsize.world.environments import Placement
-from worldsize.world.meetings import Meetings
+from worldsize.world.meetings import Connections, Meetings
 from worldsize.world.membership import NEWCOMER, Membership, MembershipChannel
-from worldsize.world.preemption import Preemption
+from worldsize.world.processes import Preemption
 from worldsize.world.world import regrouped
 
 
@@ -268,3 +268,16 @@ def _changed(now: Membership, before: Membership | None, step: int, seconds: flo
     joined = () if before is None else tuple(rank for rank in now.members if rank not in stayed)
     asked = dict(now.asked)
     return MembershipChanged(step, now.number, now.members, dict(now.lost), joined, seconds, asked, waiting=now.waiting)
+
+
+def joins_later(placement: Placement) -> bool:
+    """Return whether a gang begins without this process, which replaces another, was added, or is a spare."""
+    return placement.starts > 0 or placement.rank >= placement.world_size
+
+
+def warm_up(settings: Settings) -> None:
+    """Make a process group of this process alone, and describe the model if the strategy shards it; keep neither."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+    if settings.strategy.shards_state:
+        describe(settings.recipe.model)

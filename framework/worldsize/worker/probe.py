@@ -21,8 +21,7 @@ from torch.distributed import ProcessGroup
 from worldsize.core import Cluster, World
 from worldsize.devices import synchronize
 from worldsize.observe.transport import Transport
-from worldsize.plan.doctor.edges import ONE_HOST, units
-from worldsize.plan.doctor.findings import write_facts
+from worldsize.plan.doctor.findings import ONE_HOST, units, write_facts
 from worldsize.world.environments import Placement
 from worldsize.world.world import device_of
 

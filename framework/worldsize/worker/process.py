@@ -29,28 +29,25 @@ from worldsize.files import read_regular
 from worldsize.messages import show_messages
 from worldsize.observe.health.process import HealthProcess
 from worldsize.observe.transport import audit, listen_to_nccl, nccl_log, transport_warning, write
+from worldsize.record.determinism import seed_generators, stream
 from worldsize.record.redaction import Scrubber, process_scrubber
 from worldsize.record.run_directory import RunDirectory, make_folder_of, writing
 from worldsize.record.run_record import opened
-from worldsize.record.seeds import seed_generators, stream
 from worldsize.strategies.deferred.model import state_follows
 from worldsize.strict_json import LARGEST, parse
 from worldsize.train.averaging import AveragedReplica
 from worldsize.train.before_update import BeforeUpdate
 from worldsize.worker.carried import Carried
-from worldsize.worker.context import context_of
+from worldsize.worker.context import context_of, listeners_of
 from worldsize.worker.evaluation import evaluate_alone
 from worldsize.worker.flight import hangs_watched
 from worldsize.worker.healing import HealingMember
-from worldsize.worker.listeners import listeners_of
 from worldsize.worker.probe import introduce, probe
 from worldsize.worker.training import Training
-from worldsize.world.connections import Connections
 from worldsize.world.environments import Placement, placement
-from worldsize.world.fork import PIPE, ask_the_driver
+from worldsize.world.meetings import Connections
 from worldsize.world.membership import MembershipChannel, is_from_gone_peer
-from worldsize.world.parent import name_process
-from worldsize.world.preemption import Preemption, leave_hangups
+from worldsize.world.processes import PIPE, Preemption, ask_the_driver, leave_hangups, name_process
 from worldsize.world.roles import role_of
 from worldsize.world.world import check_size, open_world
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 from worldsize.core import Emit, Event, RunStarted, StepDone, Straggling, World
-from worldsize.observe.slow_links import slow_link_search
-from worldsize.observe.stragglers import Straggler, Stragglers
-from worldsize.plan.doctor.edges import measured
+from worldsize.observe.stragglers import Straggler, Stragglers, slow_link_search
+from worldsize.plan.doctor.findings import measured
 from worldsize.worker.probe import network_edges
 from worldsize.world.world import places
 

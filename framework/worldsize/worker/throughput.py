@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from worldsize.collectives.cluster_cost import peak_flops
 from worldsize.config.learning_rate import update_samples
 from worldsize.config.settings import Settings
 from worldsize.core import Event, Loss, LossOutput, MicroBatch, MultiUpdateRecipe, Recipe, StepDone, World
 from worldsize.data.batches import map_tensors, to_device
-from worldsize.dist.cost.peaks import peak_flops
-from worldsize.record.seeds import generators_kept
+from worldsize.record.determinism import generators_kept
 from worldsize.strategies.multi_train_state import optimizers_of, parameters_of
 
 _logger = logging.getLogger(__name__)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from worldsize.checkpoint.format import RECIPE_STATES, STREAMS, Checkpoint
 from worldsize.checkpoint.load import load, newest
+from worldsize.collectives.gather_full import use_full
+from worldsize.collectives.step_timer import StepTimer
 from worldsize.config.settings import Settings
 from worldsize.core import (
     ConfigError,
@@ -28,32 +30,27 @@ from worldsize.core import (
     StepDone,
     World,
 )
-from worldsize.data.auto_workers import AutoWorkers
-from worldsize.data.fetch import collate_of, is_iterable
+from worldsize.data.batches import collate_of, is_iterable
 from worldsize.data.loader import micro_batches
 from worldsize.data.streams import TrainingStream
-from worldsize.dist.gather_full import use_full
-from worldsize.dist.step_timer import StepTimer
+from worldsize.data.worker_loader import AutoWorkers
 from worldsize.observe.health.files import why_host_is_slow
-from worldsize.observe.profile import peak_device_bytes, traced
-from worldsize.record.digest import state_digest, tensor_digests
+from worldsize.observe.timing import peak_device_bytes, traced
+from worldsize.record.determinism import seed_generators, state_digest, stream, tensor_digests
 from worldsize.record.metrics import evaluations, last_step, metrics_digest
 from worldsize.record.run_directory import RunDirectory, make_folder_of
 from worldsize.record.run_record import write_result
-from worldsize.record.seeds import seed_generators, stream
 from worldsize.train.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.worker.carried import Carried
-from worldsize.worker.checkpointing import Checkpointing
+from worldsize.worker.checkpointing import Checkpointing, History
+from worldsize.worker.context import patience_of
 from worldsize.worker.evaluation import advance_schedules, evaluate_splits, try_evaluation
-from worldsize.worker.history import History
-from worldsize.worker.patience import patience_of
 from worldsize.worker.save_interval import save_interval
 from worldsize.worker.slow_hosts import SlowHostWatch
 from worldsize.worker.step_memory import StepMemory, writes_states
 from worldsize.worker.throughput import Throughput
 from worldsize.worker.uneven_streams import UnevenStreams
-from worldsize.world.heartbeat import Heartbeat
-from worldsize.world.preemption import PREEMPTED, Preemption
+from worldsize.world.processes import PREEMPTED, Heartbeat, Preemption
 from worldsize.world.world import threads_per_process
 
 _Examination = Callable[[StepDone], None]  # of all ranks together, at a logged step

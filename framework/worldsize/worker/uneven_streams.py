@@ -7,9 +7,9 @@ from typing import final
 
 import torch
 
+from worldsize.collectives.exact import start_all_gather
 from worldsize.core import StepDone, World
 from worldsize.data.streams import TrainingStream
-from worldsize.dist.exact import start_all_gather
 
 _logger = logging.getLogger(__name__)
 

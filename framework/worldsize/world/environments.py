@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from worldsize.errors import ConfigError, neighbours
-from worldsize.world.interfaces import address_towards
-from worldsize.world.topology import Topology, expanded
+from worldsize.world.topology import Topology, address_towards, expanded
 
 Environ = Mapping[str, str]
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -1,7 +1,8 @@
-"""Private temporary folders that are removed with the process that made them.
+"""Private temporary folders that are removed with their process, and this user's cache folder.
 
-Their names contain the host, process id and start time of that process. The next command can therefore tell the folders
-of a killed process from those of a living one, and removes them.
+The names of temporary folders contain the host, process id and start time of that process. The next command can
+therefore distinguish the folders of a killed process from those of a living one, and removes them. The cache folder
+holds everything that can be made again.
 """
 
 from __future__ import annotations
@@ -135,3 +136,30 @@ def _start_of(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if facts[0] in ("Z", "X") else int(facts[19])  # a zombie is dead
+
+
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def cache_folder() -> Path:
+    """Return ``worldsize`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``; it may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "worldsize"
+
+
+def keep_compiled_code() -> None:
+    """Let torch's compiler keep its code in :func:`cache_folder`, for all processes of this user, not in ``/tmp``.
+
+    Raises:
+        ConfigError: others can write there, and torch runs what it finds.
+    """
+    if _COMPILED in os.environ:
+        return
+    folder = cache_folder() / "compiled"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    facts = folder.stat()
+    if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+        raise ConfigError(
+            f"{folder}, which keeps compiled code, belongs to somebody else or may be written by others. Remove it, or "
+            f"name another folder with {_COMPILED}."
+        )
+    os.environ[_COMPILED] = str(folder)

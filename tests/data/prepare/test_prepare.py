@@ -20,9 +20,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, trainers
 
 from worldsize.cli import prepare as command
-from worldsize.data.prepare.folder import Preparation
-from worldsize.data.prepare.texts import TextFormat
-from worldsize.data.prepare.tokenizer import Tokenizer, dtype_of
+from worldsize.data.preparation import Preparation
+from worldsize.data.texts import TextFormat, Tokenizer, dtype_of
 from worldsize.errors import ConfigError, WorldsizeError
 
 SMALL = 4000  # bytes of text in a shard

@@ -21,8 +21,7 @@ from pyarrow import ipc, parquet
 from tests.data.formats import FORMATS, SAMPLES, opened, rows
 from worldsize.core import ConfigError
 from worldsize.data.source import FileSource
-from worldsize.data.storage.byte_files import SampleError
-from worldsize.data.storage.read_counts import COUNTS
+from worldsize.data.storage.byte_files import COUNTS, SampleError
 
 Damaged = Callable[..., FileSource]
 

@@ -14,13 +14,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.data.range_server import served
 from worldsize.data.mixture import Mixture, Part
-from worldsize.data.prepare.folder import Preparation
-from worldsize.data.prepare.tokenizer import Tokenizer
+from worldsize.data.preparation import Preparation
 from worldsize.data.source import FileSource
 from worldsize.data.sources.documents import DocumentWindows, PackedDocuments
 from worldsize.data.sources.json_lines import JsonLines
 from worldsize.data.sources.tokens import TokenWindows
 from worldsize.data.storage.cache import Cache
+from worldsize.data.texts import Tokenizer
 from worldsize.errors import ConfigError
 
 PARTS, PART = 16, 16 << 10  # of a large file

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from tests.data.formats import FORMATS, SAMPLES, opened
 from tests.data.range_server import served
-from worldsize.data.storage.read_counts import COUNTS
+from worldsize.data.storage.byte_files import COUNTS
 
 Written = Callable[[str], Path]
 each_format = pytest.mark.parametrize("name", FORMATS)

@@ -14,12 +14,12 @@ import pytest
 from tests.data.formats import FORMATS
 from worldsize.data.mixture import mixture
 from worldsize.data.order import Order, epoch_length
-from worldsize.data.prepare.folder import Preparation
-from worldsize.data.prepare.tokenizer import Tokenizer
+from worldsize.data.preparation import Preparation
+from worldsize.data.sources.arrow import HfDataset
 from worldsize.data.sources.documents import DocumentWindows, PackedDocuments
-from worldsize.data.sources.hf_datasets import HfDataset
 from worldsize.data.sources.tokens import TokenWindows
 from worldsize.data.storage.cache import Cache
+from worldsize.data.texts import Tokenizer
 from worldsize.errors import ConfigError, WorldsizeError
 
 TOKENS: dict[str, Callable[..., Any]] = {
@@ -215,7 +215,7 @@ def test_pieces_that_leave_out_documents_are_made_anew_by_one_that_stops(
 
     (tmp_path / "text.jsonl").write_text('{"text": "one"}\nbad\n')
     with monkeypatch.context() as patched:
-        patched.setattr("worldsize.data.prepare.folder._sealed", stop)
+        patched.setattr("worldsize.data.preparation._sealed", stop)
         with pytest.raises(KeyboardInterrupt):
             preparation(tmp_path, "skip").write(tmp_path / "out", processes=1)
     with pytest.raises(WorldsizeError, match="byte 16: the line is no JSON.*--on-error skip"):

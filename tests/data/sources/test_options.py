@@ -20,11 +20,10 @@ from torch.utils.data import default_collate
 from tests.data.formats import FORMATS, SAMPLES, opened, rows
 from worldsize.core import ConfigError
 from worldsize.data.source import Transformed
-from worldsize.data.sources.decoders import FORMATS as FORMATS_OF_IMAGES
-from worldsize.data.sources.decoders import image
-from worldsize.data.sources.images import ImageFolder
+from worldsize.data.sources.arrow import Parquet
+from worldsize.data.sources.images import FORMATS as FORMATS_OF_IMAGES
+from worldsize.data.sources.images import ImageFolder, image
 from worldsize.data.sources.json_lines import JsonLines
-from worldsize.data.sources.parquet import Parquet
 from worldsize.data.sources.webdataset import WebDataset
 from worldsize.data.storage.byte_files import SampleError
 from worldsize.data.storage.cache import Cache

@@ -12,10 +12,9 @@ import pytest
 
 from tests.data.range_server import served
 from worldsize.data.sources.json_lines import JsonLines
-from worldsize.data.storage.byte_files import LocalFile, SampleError, without_secrets
+from worldsize.data.storage.byte_files import COUNTS, LocalFile, SampleError, without_secrets
 from worldsize.data.storage.cache import Cache
-from worldsize.data.storage.open_files import open_files
-from worldsize.data.storage.read_counts import COUNTS
+from worldsize.data.storage.listing import open_files
 from worldsize.errors import ConfigError
 
 SECRET = "hunter2"
@@ -107,7 +106,7 @@ def test_a_changed_remote_file_is_fetched_again(tmp_path: Path, cache: Cache) ->
 def test_a_broken_connection_is_tried_again_twice(
     tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("worldsize.data.storage.remote_files._WAITS", (0.0, 0.0))
+    monkeypatch.setattr("worldsize.data.storage.cache._WAITS", (0.0, 0.0))
     (tmp_path / "file").write_bytes(bytes(8192))
     with served(tmp_path) as server, caplog.at_level(logging.WARNING, "worldsize"):
         file = open_files(f"{server.url}/file?key={SECRET}", cache)[0]
@@ -134,7 +133,7 @@ def test_a_server_that_knows_no_ranges_is_told_apart(tmp_path: Path, cache: Cach
 def test_a_remote_file_that_shrinks_or_goes_is_named(
     tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worldsize.data.storage.remote_files._WAITS", ())
+    monkeypatch.setattr("worldsize.data.storage.cache._WAITS", ())
     (tmp_path / "file").write_bytes(bytes(2 * 4096))
     with served(tmp_path) as server:
         file = open_files(f"{server.url}/file", cache)[0]

@@ -11,8 +11,8 @@ import pytest
 from tests.plan.doctor.facts import GIGABIT, cluster, edge, findings, host, rank, ring
 from worldsize.core import Link
 from worldsize.plan.doctor import link_checks
-from worldsize.plan.doctor.edges import measured
 from worldsize.plan.doctor.evaluate import evaluate
+from worldsize.plan.doctor.findings import measured
 from worldsize.plan.doctor.link_checks import checks, pairs, slow, tiers
 
 SLOW = 50e6 / 8  # 50 Mbit/s

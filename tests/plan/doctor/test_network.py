@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tests.plan.doctor.facts import findings, host, rank
-from worldsize.plan.doctor import network
+from worldsize.plan.doctor import hosts
 from worldsize.plan.doctor.findings import Findings
 from worldsize.plan.doctor.report import Check
 
@@ -15,10 +15,10 @@ def bad(checks: Iterable[Check]) -> list[Check]:
 
 
 def test_a_host_that_reports_nothing_is_named_as_its_launcher_knows_it() -> None:
-    hosts = {node: host(node) for node in (0, 1, 3)}
-    (check,) = bad(network.answers(Findings(4, hosts, names=["a", "b", "c", "d"])))
+    by_node = {node: host(node) for node in (0, 1, 3)}
+    (check,) = bad(hosts.answers(Findings(4, by_node, names=["a", "b", "c", "d"])))
     assert check.host == "c"
-    (check,) = bad(network.answers(Findings(4, hosts)))
+    (check,) = bad(hosts.answers(Findings(4, by_node)))
     assert check.host == "node 2"
 
 
@@ -26,47 +26,47 @@ def test_a_blocked_port_is_named_and_hides_nothing_else() -> None:
     came = [host(node) for node in (0, 1, 3)]
     blocked = host(2, unreached="timed out", data=["train.txt: gone"])
     facts = findings(blocked, meeting={"hosts": came, "skipped": "only 3 of 4 hosts have met"})
-    (check,) = bad(network.meeting(facts))
+    (check,) = bad(hosts.meeting(facts))
     assert (check.check, check.host) == ("rendezvous", "h3")
     assert check.detail == "port 23456 of h1 does not answer h3: timed out"
     assert "Open TCP port 23456 of h1 to h3" in check.remedy
-    (check,) = bad(network.collective(facts))
+    (check,) = bad(hosts.collective(facts))
     assert check.detail == "not tried: only 3 of 4 hosts have met"
-    assert not bad(network.answers(facts))
+    assert not bad(hosts.answers(facts))
 
 
 def test_a_port_that_is_taken_is_blamed_on_the_first_host() -> None:
     first = host(0, refused="port 23456 at h1 cannot be opened: in use")
-    (check,) = bad(network.meeting(findings(first)))
+    (check,) = bad(hosts.meeting(findings(first)))
     assert check.host == "h1"
     assert "Free port 23456" in check.remedy
 
 
 def test_a_host_name_that_does_not_resolve_is_named() -> None:
     lost = {"name": "h1", "port": 23456, "address": None, "error": "Name or service not known"}
-    checks = bad(network.meeting(findings(host(1, first=lost))))
+    checks = bad(hosts.meeting(findings(host(1, first=lost))))
     assert [(check.check, check.host) for check in checks] == [("resolves", "h2")]
 
 
 def test_an_interface_that_is_missing_is_named_with_one_that_would_work() -> None:
     interface = {"name": "ib0", "address": None, "leads": "eth0", "error": "no interface ib0"}
-    (check,) = bad(network.interfaces(findings(host(2, interface=interface))))
+    (check,) = bad(hosts.interfaces(findings(host(2, interface=interface))))
     assert (check.host, check.detail) == ("h3", "no interface ib0")
     assert "set cluster.interface=eth0" in check.remedy
 
 
 def test_an_interface_that_nobody_has_tried_is_not_reported_as_reached() -> None:
-    assert [check.detail for check in network.interfaces(findings())] == ["eth0, reached by the others"] * 4
+    assert [check.detail for check in hosts.interfaces(findings())] == ["eth0, reached by the others"] * 4
     three: dict[str, dict[str, str]] = {"0": {}, "1": {}, "3": {}}
-    details = [check.detail for check in network.interfaces(findings(meeting={"unreached": three}))]
+    details = [check.detail for check in hosts.interfaces(findings(meeting={"unreached": three}))]
     assert details == [f"eth0{suffix}" for suffix in (", reached by the others",) * 2 + ("", ", reached by the others")]
-    assert {check.detail for check in network.interfaces(findings(meeting={"unreached": {}}))} == {"eth0"}
+    assert {check.detail for check in hosts.interfaces(findings(meeting={"unreached": {}}))} == {"eth0"}
 
 
 def test_an_interface_that_the_others_do_not_reach_is_named() -> None:
     interface = {"name": "ib0", "address": "10.9.0.3", "leads": "eth0", "error": None, "probe": 4000}
     unreached = {"0": {"2": "timed out"}, "1": {"2": "timed out"}, "2": {}, "3": {"2": "timed out"}}
-    (check,) = bad(network.interfaces(findings(host(2, interface=interface), meeting={"unreached": unreached})))
+    (check,) = bad(hosts.interfaces(findings(host(2, interface=interface), meeting={"unreached": unreached})))
     assert check.host == "h3"
     assert check.detail == "ib0 10.9.0.3 is not reached by h1, h2, h4: timed out"
     assert "eth0 (10.0.0.3) leads to the first host: set cluster.interface=eth0" in check.remedy
@@ -75,7 +75,7 @@ def test_an_interface_that_the_others_do_not_reach_is_named() -> None:
 def test_ranks_that_do_not_join_are_named_with_the_first_cause() -> None:
     ranks = [rank(number, joined=number != 5) for number in range(8)]
     failure = {"role": "worker", "rank": 5, "cause": "Traceback\nRuntimeError: no route\n"}
-    (check,) = bad(network.collective(findings(ranks=ranks, meeting={"outcome": {"failure": failure}})))
+    (check,) = bad(hosts.collective(findings(ranks=ranks, meeting={"outcome": {"failure": failure}})))
     assert (check.host, check.detail) == ("h3", "ranks 5 did not finish it; worker 5: RuntimeError: no route")
 
 
@@ -85,5 +85,5 @@ def test_where_no_rank_joins_the_host_of_the_first_cause_is_named() -> None:
         ({"role": "worker", "rank": 6, "cause": "?"}, "h4"),
         ({"role": "node", "rank": 1, "cause": "gone"}, "h2"),
     ):
-        (check,) = bad(network.collective(findings(ranks=ranks, meeting={"outcome": {"failure": failure}})))
+        (check,) = bad(hosts.collective(findings(ranks=ranks, meeting={"outcome": {"failure": failure}})))
         assert check.host == name

@@ -16,9 +16,8 @@ from worldsize.config.composed import settings_of
 from worldsize.config.settings import Settings
 from worldsize.core import World
 from worldsize.plan.rehearsal.calls import CallRecorder
-from worldsize.plan.rehearsal.memory import MemoryRecorder
+from worldsize.plan.rehearsal.memory import MemoryRecorder, Peak
 from worldsize.plan.rehearsal.rank import Part, Recorders, data_of, take_part
-from worldsize.plan.rehearsal.storage_log import Peak
 from worldsize.testing.worlds import run_in_worlds
 
 

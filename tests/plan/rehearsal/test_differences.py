@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from worldsize.messages import spans
 from worldsize.plan.rehearsal.calls import Call
-from worldsize.plan.rehearsal.differences import differences
-from worldsize.plan.rehearsal.groups import Group
+from worldsize.plan.rehearsal.memory import Peak
+from worldsize.plan.rehearsal.operators import Group
 from worldsize.plan.rehearsal.rank import Rehearsed
-from worldsize.plan.rehearsal.storage_log import Peak
-from worldsize.plan.rehearsal.waiting import deadlock
-from worldsize.spans import spans
+from worldsize.plan.rehearsal.waiting import deadlock, differences
 
 ALL, FIRST, SECOND = Group((0, 1, 2), 0), Group((0, 1), 0), Group((0, 1), 1)
 

@@ -11,10 +11,9 @@ from tests.plan.rehearsal.faulty import FAULTS, Faulty, line
 from tests.plan.rehearsal.talking import Talking
 from worldsize.config.settings import Settings
 from worldsize.core import Recipe
-from worldsize.plan.rehearsal.differences import differences
 from worldsize.plan.rehearsal.rank import Part
 from worldsize.plan.rehearsal.ranks import rehearse
-from worldsize.plan.rehearsal.waiting import deadlock
+from worldsize.plan.rehearsal.waiting import deadlock, differences
 
 pytestmark = pytest.mark.heavy
 

@@ -15,14 +15,13 @@ from tests.plan.rehearsal.composed import isolated
 from tests.plan.rehearsal.talking import Talking
 from worldsize.config.settings import Settings
 from worldsize.core import ConfigError
-from worldsize.plan.absent_peers import world_seen_by
+from worldsize.plan.dry_run import world_seen_by
 from worldsize.plan.rehearsal import ranks as rehearsals
 from worldsize.plan.rehearsal.calls import Call
-from worldsize.plan.rehearsal.groups import Group
+from worldsize.plan.rehearsal.memory import Peak
+from worldsize.plan.rehearsal.operators import Group
 from worldsize.plan.rehearsal.rank import Part, Rehearsed, data_of
-from worldsize.plan.rehearsal.ranks import chosen_ranks, rehearse
-from worldsize.plan.rehearsal.storage_log import Peak
-from worldsize.plan.rehearsal.traffic import traffic
+from worldsize.plan.rehearsal.ranks import chosen_ranks, rehearse, traffic
 
 OPTIONS = ("recipe=digits", "strategy=ddp", "batch_size=32")
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.plan.rehearsal.composed import Real, isolated, really
 from worldsize.config.settings import Settings
-from worldsize.plan.absent_peers import world_seen_by
+from worldsize.plan.dry_run import world_seen_by
 from worldsize.plan.predictor import Given, Predictor
 from worldsize.plan.rehearsal.calls import CallRecorder
 from worldsize.plan.rehearsal.memory import MemoryRecorder

@@ -9,10 +9,9 @@ import pytest
 from tests.plan.rehearsal.composed import isolated
 from tests.plan.rehearsal.talking import RIGHT, Talking
 from worldsize.config.settings import Settings
-from worldsize.plan.rehearsal.differences import differences
 from worldsize.plan.rehearsal.rank import Part, Rehearsed
 from worldsize.plan.rehearsal.ranks import rehearse
-from worldsize.plan.rehearsal.waiting import deadlock, mismatches
+from worldsize.plan.rehearsal.waiting import deadlock, differences, mismatches
 
 pytestmark = pytest.mark.heavy
 

@@ -1,19 +1,34 @@
-"""Samples that are rows of Arrow files, which are mapped into memory where they are on this machine."""
+"""Samples that are rows of Arrow files, Parquet files, or a Hugging Face data set.
+
+Arrow files on this machine are mapped into memory. :class:`HfDataset` reads the Arrow files that ``save_to_disk``
+wrote.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, final
 
+from worldsize.core import ConfigError
+from worldsize.data.sources.images import FORMATS, decoded
 from worldsize.data.sources.table_parts import Table, arrow
 from worldsize.data.sources.tables import PlacedPart, TableSource, check_columns
-from worldsize.data.storage.byte_files import ByteFile, LocalFile, Opened, SampleError
-from worldsize.data.storage.read_counts import COUNTS
-from worldsize.data.storage.reader import ByteReader
+from worldsize.data.storage.byte_files import (
+    COUNTS,
+    ByteFile,
+    ByteReader,
+    LocalFile,
+    Opened,
+    SampleError,
+    without_secrets,
+)
+from worldsize.data.storage.listing import open_files
+from worldsize.errors import neighbours
+from worldsize.strict_json import LARGEST, parse
 
 _OPEN = 64  # files that a process keeps open
 _FOOTED = b"ARROW1"  # begins a file with a footer, whose messages are as in a stream and begin at byte 8
@@ -149,3 +164,137 @@ def _check_size(opened: Opened, file: ByteFile) -> None:
 @lru_cache(_OPEN)
 def _opened(file: ByteFile) -> _Messages:
     return _Messages(file)
+
+
+_OPEN_FOOTERS = 64  # files whose footers a process keeps
+
+
+@final
+@dataclass(frozen=True)
+class Parquet(TableSource):
+    """Rows of Parquet files.
+
+    A row group is decoded as a whole, and kept while there is room. So random access to row groups that are many or
+    large takes long: shuffle in blocks of a row group or less, and make ``keep`` as large as a window of them.
+    """
+
+    endings: ClassVar[Sequence[str]] = (".parquet", ".pq")
+
+    def parts(self, file: ByteFile) -> Iterator[PlacedPart]:
+        facts = _opened_parquet(file).metadata
+        place = f"{file.name}, byte {max(file.size - 8 - facts.serialized_size, 0)}"
+        check_columns(self, _opened_parquet(file).schema_arrow.names, place)
+        for number in range(facts.num_row_groups):
+            group = facts.row_group(number)
+            starts = [_first_byte(group.column(column)) for column in range(group.num_columns)]
+            yield PlacedPart(min(starts, default=0), number, group.num_rows)
+
+    def read_part(self, file: ByteFile, start: int, number: int) -> tuple[Table, float]:
+        columns = None if self.columns is None else list(self.columns)
+        try:
+            table = _opened_parquet(file).read_row_group(number, columns=columns, use_threads=False).combine_chunks()
+        except (arrow().ArrowException, OSError) as error:
+            raise SampleError(f"{file.name}, byte {start}: row group {number} does not decode: {error}.") from None
+        batches = table.to_batches()
+        return batches[0] if len(batches) == 1 else table, table.nbytes
+
+
+def _first_byte(column: Any) -> int:
+    return int(column.dictionary_page_offset or column.data_page_offset)
+
+
+@lru_cache(_OPEN_FOOTERS)
+def _opened_parquet(file: ByteFile) -> Any:
+    try:
+        return arrow().parquet.ParquetFile(ByteReader(file), page_checksum_verification=True)
+    except (arrow().ArrowException, OSError) as error:
+        raise SampleError(f"{file.name}, byte {max(file.size - 8, 0)}: it is no Parquet file: {error}.") from None
+
+
+@final
+@dataclass(frozen=True)
+class HfDataset(ArrowSource):
+    """Rows of a folder that ``save_to_disk`` of a Hugging Face ``Dataset`` or ``DatasetDict`` wrote.
+
+    Rows have their columns as Arrow has them: a class is its number. Images are decoded by Pillow.
+
+    Args:
+        split: the one that is read, where the folder has several.
+        image_formats: the formats of images that are decoded, by Pillow's names.
+    """
+
+    split: str | None = None
+    image_formats: Sequence[str] = FORMATS
+
+    @property
+    def _folder(self) -> str:
+        if not isinstance(self.path, str) or not self.path:
+            shown = [without_secrets(each) for each in self.path]
+            raise ConfigError(f"data.path={shown} must be one folder that save_to_disk wrote.")
+        return self.path.rstrip("/")
+
+    @cached_property
+    def folder(self) -> str:
+        """The folder of the split."""
+        try:
+            file = self._opened(f"{self._folder}/dataset_dict.json")
+        except ConfigError:
+            return self._folder  # it has no splits, or is not there, which its files will say
+        known = [str(each) for each in _entry(file, "splits", list)]
+        if self.split not in known:
+            said = "no split is chosen" if self.split is None else f"there is no split {self.split!r}"
+            raise ConfigError(
+                f"{without_secrets(self._folder)}: {said}{neighbours(self.split or '', known)} Set data.split."
+            )
+        return f"{self._folder}/{self.split}"
+
+    @cached_property
+    def files(self) -> Sequence[ByteFile]:
+        state = self._opened(f"{self.folder}/state.json")
+        listed = _entry(state, "_data_files", list)
+        if not listed or not all(isinstance(each, dict) and isinstance(each.get("filename"), str) for each in listed):
+            raise ConfigError(f"{state.name} names no file of data. Save the data set anew with save_to_disk.")
+        return [file for each in listed for file in open_files(f"{self.folder}/{each['filename']}", self.cache)]
+
+    @cached_property
+    def _images(self) -> Sequence[str]:
+        """The columns that hold images."""
+        features = _entry(self._opened(f"{self.folder}/dataset_info.json"), "features", dict)
+        images = [name for name, kind in features.items() if isinstance(kind, dict) and kind.get("_type") == "Image"]
+        return [name for name in images if self.columns is None or name in self.columns]
+
+    def _opened(self, path: str) -> ByteFile:
+        files = open_files(path, self.cache)
+        if len(files) > 1:
+            raise ConfigError(f"{without_secrets(path)} stands for {len(files)} files. data.path must be one folder.")
+        return files[0]
+
+    def finished(self, rows: list[dict[str, Any]], parts: Sequence[int]) -> list[dict[str, Any]]:
+        for name in self._images:
+            for row, part in zip(rows, parts, strict=True):
+                place = f"{self.file_of(part).name}, byte {int(self.index['start'][part])} ({name})"
+                row[name] = None if row[name] is None else _image(row[name], place, self.image_formats)
+        return rows
+
+
+def _entry(file: ByteFile, key: str, kind: type) -> Any:
+    """Return what a file of JSON says under a key.
+
+    Raises:
+        ConfigError: the file is too large or no JSON, or has something else there.
+    """
+    if file.size > LARGEST:
+        raise ConfigError(f"{file.name} has {file.size:,} bytes; {LARGEST:,} at most are read. Is the folder right?")
+    try:
+        content = parse(file.read(0, file.size), finite=False)
+    except ValueError as error:
+        raise ConfigError(f"{file.name}, byte 0: it is no JSON: {error}. Bring the file again.") from None
+    if not isinstance(content, dict) or not isinstance(content.get(key), kind):
+        raise ConfigError(f"{file.name} says nothing of {key}, as save_to_disk has it. Save the data set anew.")
+    return content[key]
+
+
+def _image(stored: Mapping[str, Any], place: str, formats: Sequence[str]) -> Any:
+    if stored["bytes"] is None:
+        raise SampleError(f"{place}: the image is not in the data set, only its path is. Save it with its images.")
+    return decoded(stored["bytes"], "png", place, formats)

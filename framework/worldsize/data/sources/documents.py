@@ -1,33 +1,32 @@
-"""Reads documents of tokens as ``worldsize prepare`` writes them, with the number of the document at each place.
+"""Reads documents of tokens as ``worldsize prepare`` writes them, in windows or packed into samples of one length.
 
-A sample is a mapping of ``tokens`` and ``documents``, each int64 [length + 1]. The first document of a sample has the
-number 0; places that hold nothing have -1. :func:`worldsize.data.packing.next_tokens` makes of a batch what a language
-model is given.
+A sample is a mapping of ``tokens`` and ``documents`` (the number of the document at each place), each
+int64 [length + 1]. The first document of a sample has the number 0; empty places have -1. :func:`next_tokens` turns a
+batch into the inputs and targets of a language model, within documents.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worldsize.data.lengths import LookedUpLengths
-from worldsize.data.packing import packed
-from worldsize.data.sources.indexed import IndexedSource
+from worldsize.data.source import IndexedSource, LookedUpLengths
 from worldsize.data.sources.tokens import TokenFiles, Vector, Windows, file_name
 from worldsize.data.storage.byte_files import ByteFile, digests
 from worldsize.data.storage.cache import Cache
 from worldsize.data.storage.index import Scan
-from worldsize.data.storage.open_files import open_files
+from worldsize.data.storage.listing import open_files
 from worldsize.errors import ConfigError
 
 _TOGETHER = 1024  # documents that are packed together
@@ -214,3 +213,97 @@ def _blocks(bounds: Vector) -> Iterator[Numbers]:
                 f"{block[here + 1]:,}. Prepare the folder anew."
             )
         yield block
+
+
+IGNORED = -100
+"""The target that ``cross_entropy`` leaves out."""
+
+Int64Array = NDArray[numpy.int64]
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Put pieces into bins, the longest first, each into the fullest bin that has room for it.
+
+    It is the best-fit decreasing rule (Johnson, Demers, Ullman, Garey and Graham, SIAM Journal on Computing 3, 1974),
+    which needs at most 11/9 of the fewest bins and 4 more.
+
+    Args:
+        lengths: lengths of the pieces, each at most ``capacity``.
+        capacity: what the pieces of a bin may add up to.
+
+    Returns:
+        The pieces of each bin, by number.
+    """
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room, bin), ascending
+    for piece in sorted(range(len(lengths)), key=lambda piece: (-lengths[piece], piece)):
+        place = bisect.bisect_left(rooms, (lengths[piece], -1))
+        if place < len(rooms):
+            room, chosen = rooms.pop(place)
+        else:
+            room, chosen = capacity, len(bins)
+            bins.append([])
+        bins[chosen].append(piece)
+        bisect.insort(rooms, (room - lengths[piece], chosen))
+    return bins
+
+
+class Pieces(NamedTuple):
+    """Parts of documents: where each begins and how long it is, in tokens, int64 [pieces]."""
+
+    starts: Int64Array
+    lengths: Int64Array
+
+
+def pieces_of(bounds: Int64Array, longest: int) -> Pieces:
+    """Cut documents into pieces of at most ``longest`` tokens; a piece begins with the last token of the one before.
+
+    So each token of a document but its first is predicted in exactly one piece.
+
+    Args:
+        bounds: where documents begin, and where the last one ends: int64 [documents + 1].
+        longest: largest length of a piece in tokens, at least 2.
+    """
+    lengths = numpy.diff(bounds)
+    counts = numpy.maximum(1, -(-(lengths - 1) // (longest - 1)))
+    counts[lengths == 0] = 0
+    documents = numpy.repeat(numpy.arange(len(lengths)), counts)
+    numbers = numpy.arange(len(documents)) - numpy.repeat(numpy.cumsum(counts) - counts, counts)
+    starts = bounds[documents] + numbers * (longest - 1)
+    return Pieces(starts, numpy.minimum(longest, bounds[documents + 1] - starts))
+
+
+def next_tokens(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs and targets of a language model, made of a batch of packed samples.
+
+    Args:
+        batch: ``tokens`` and ``documents``, each int64 [batch, length + 1].
+
+    Returns:
+        Inputs, targets and positions, each int64 [batch, length]. A target in another document than its input, or in
+        none, is ``IGNORED``. Positions begin at 0 with each document: a model of transformers that is given them as
+        ``position_ids``, and no mask, attends within documents only.
+    """
+    tokens, documents = batch["tokens"], batch["documents"]
+    inputs, within = tokens[:, :-1], documents[:, :-1]
+    counted = (within == documents[:, 1:]) & (within >= 0)
+    places = torch.arange(inputs.shape[1], device=tokens.device).expand_as(inputs)
+    begins = torch.ones_like(within, dtype=torch.bool)
+    begins[:, 1:] = within[:, 1:] != within[:, :-1]
+    first = torch.where(begins, places, 0).cummax(dim=1).values
+    return inputs, tokens[:, 1:].masked_fill(~counted, IGNORED), places - first
+
+
+def packed(bounds: Int64Array, longest: int) -> tuple[Pieces, list[int]]:
+    """Pack documents into samples of at most ``longest`` tokens.
+
+    Args:
+        bounds: where documents begin, and where the last one ends: int64 [documents + 1].
+
+    Returns:
+        Their pieces, those of a sample one after the other, and how many pieces each sample has.
+    """
+    pieces = pieces_of(bounds, longest)
+    bins = best_fit(pieces.lengths.tolist(), longest)
+    order = numpy.array([piece for chosen in bins for piece in sorted(chosen)], dtype=numpy.int64)
+    return Pieces(pieces.starts[order], pieces.lengths[order]), [len(chosen) for chosen in bins]

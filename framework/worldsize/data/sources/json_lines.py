@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 
 import numpy
 
-from worldsize.data.sources.indexed import Array, IndexedSource, refuse_compressed
+from worldsize.data.source import Array, IndexedSource, refuse_compressed
 from worldsize.data.storage.byte_files import ByteFile, SampleError
 from worldsize.data.storage.index import Scan
 from worldsize.errors import neighbours

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy
 
 from worldsize.core import OneOf, Range
-from worldsize.data.sources.indexed import Array, IndexedSource
+from worldsize.data.source import Array, IndexedSource
 from worldsize.data.sources.table_parts import FEW, Table, TableReader, rows_of
 from worldsize.data.storage.byte_files import ByteFile, SampleError
 from worldsize.data.storage.index import Scan

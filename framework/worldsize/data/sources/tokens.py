@@ -19,9 +19,9 @@ from torch import Tensor
 
 from worldsize.core import OneOf, Range
 from worldsize.data.source import FileSource
-from worldsize.data.sources.prepared import Prepared, prepared
 from worldsize.data.storage.byte_files import ByteFile, SampleError
-from worldsize.data.storage.open_files import expanded, open_files
+from worldsize.data.storage.listing import expanded, open_files
+from worldsize.data.token_shards import Prepared, prepared
 from worldsize.errors import ConfigError
 
 _HEADER = 4096  # bytes that hold the header of an array of one dimension

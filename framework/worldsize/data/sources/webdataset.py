@@ -13,12 +13,10 @@ from typing import IO, Annotated, Any, ClassVar, final
 import numpy
 
 from worldsize.core import Limit
-from worldsize.data.sources.decoders import DECODERS, FORMATS, decoded
-from worldsize.data.sources.indexed import Array, IndexedSource, refuse_compressed
-from worldsize.data.storage.byte_files import ByteFile, SampleError
+from worldsize.data.source import Array, IndexedSource, refuse_compressed
+from worldsize.data.sources.images import DECODERS, FORMATS, decoded
+from worldsize.data.storage.byte_files import COUNTS, ByteFile, ByteReader, SampleError
 from worldsize.data.storage.index import Scan
-from worldsize.data.storage.read_counts import COUNTS
-from worldsize.data.storage.reader import ByteReader
 from worldsize.errors import neighbours
 
 _logger = logging.getLogger(__name__)

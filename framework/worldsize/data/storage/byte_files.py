@@ -1,21 +1,30 @@
-"""Files by path or URL, of which each process reads only the bytes that it needs."""
+"""Files by path or URL, of which each process reads only the bytes that it needs.
+
+:class:`ByteReader` gives one to libraries that read Python's own file objects. ``COUNTS`` counts the reads of this
+process, and those of its data workers for it.
+"""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
 import re
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
-from worldsize.data.storage.read_counts import COUNTS
 from worldsize.errors import WorldsizeError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
 
 _WHOLE = 4 << 20  # bytes: a larger file is known by its size and by parts of it
 _PARTS, _PART = 16, 16 << 10
@@ -158,3 +167,86 @@ def without_secrets(url: str) -> str:
 def reason_of(error: Exception) -> str:
     """Return why a file cannot be opened or read, without what may be secret."""
     return getattr(error, "strerror", None) or without_secrets(str(error)) or type(error).__name__
+
+
+@final
+class ByteReader(io.RawIOBase):
+    """Reads a :class:`ByteFile`, from a position of its own.
+
+    What cannot be read is a :class:`SampleError`; beyond the size that the file had when it was opened, nothing is.
+    """
+
+    def __init__(self, file: ByteFile) -> None:
+        super().__init__()
+        self._file = file
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
+        self._position = max(base + offset, 0)
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        stop = self._file.size if size is None or size < 0 else min(self._position + size, self._file.size)
+        data = self._file.read(self._position, stop) if stop > self._position else b""
+        self._position += len(data)
+        return data
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+
+@final
+@dataclass
+class ReadCounts:
+    """Counts of what was read.
+
+    Attributes:
+        read: bytes of samples and indices that were asked for.
+        fetched: bytes that came from other machines.
+        skipped: samples that could not be read, where ``on_error=skip``.
+    """
+
+    read: int = 0
+    fetched: int = 0
+    skipped: int = 0
+
+    def add(self, read: int, fetched: int, skipped: int) -> None:
+        """Add what another process has counted."""
+        self.read += read
+        self.fetched += fetched
+        self.skipped += skipped
+
+    def reset(self) -> None:
+        """Begin anew at zero, as a process does that has inherited the counts of another."""
+        self.read = self.fetched = self.skipped = 0
+
+    def since(self, before: ReadCounts) -> ReadCounts:
+        """Return the counts from ``before`` until now."""
+        return ReadCounts(self.read - before.read, self.fetched - before.fetched, self.skipped - before.skipped)
+
+    def copy(self) -> ReadCounts:
+        """Return the counts as they are now."""
+        return ReadCounts(self.read, self.fetched, self.skipped)
+
+    def taken(self) -> tuple[int, int, int]:
+        """Return the three counts, for :meth:`add`, and begin anew at zero."""
+        counts = self.read, self.fetched, self.skipped
+        self.reset()
+        return counts
+
+
+COUNTS = ReadCounts()
+"""Counts of this process and its data workers since it began."""

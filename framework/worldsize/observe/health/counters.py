@@ -1,13 +1,15 @@
-"""Reads the counters of this node: processors, memory, swap space, disk, networks, and the processes of the run."""
+"""Reads the counters of this node: processors, memory, swap space, disk, networks, GPUs, processes of the run."""
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
 import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +17,7 @@ from typing import Any, NamedTuple, final
 
 import psutil
 
-from worldsize.observe.health.gpus import GpuReading, Gpus
-from worldsize.observe.health.memory import Memory, within
-from worldsize.world.parent import RANK_NAME
+from worldsize.world.processes import RANK_NAME
 
 _INFINIBAND = Path("/sys/class/infiniband")
 # interfaces whose packets pass another one or an adapter that counts them, too, or none
@@ -152,3 +152,142 @@ def _tree(root: int) -> list[Any]:
         first = psutil.Process(root)
         return [each for each in (first, *first.children(recursive=True)) if each.pid != os.getpid()]
     return []
+
+
+_logger = logging.getLogger(__name__)
+
+# bits of nvmlDeviceGetCurrentClocksEventReasons that slow a GPU down although it has work; a cap of its power
+# (0x04) is how most GPUs run under load
+_SLOWDOWNS = {0x08: "hardware", 0x20: "temperature", 0x40: "temperature", 0x80: "power supply"}
+
+
+@final
+@dataclass(frozen=True)
+class GpuReading:
+    """One GPU now; None: it does not say.
+
+    Attributes:
+        index: Its number on this node, as nvidia-smi counts.
+        utilisation: Share of the time in which it computed something.
+        memory: Share of its memory that is in use.
+        temperature: Degrees Celsius.
+        slowed_by: What makes it slower than its load would allow; sorted.
+        ecc_errors: Memory errors since its driver was loaded that could not be corrected.
+    """
+
+    index: int
+    utilisation: float | None
+    memory: float | None
+    temperature: float | None
+    slowed_by: tuple[str, ...]
+    ecc_errors: int | None
+
+
+@final
+class Gpus:
+    """The GPUs of this node; none if there is no driver, or NVML cannot be loaded.
+
+    Make it in a process of its own: NVML keeps threads and descriptors that no process of the run should inherit.
+    """
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:  # no driver, or a container without GPUs
+            _logger.debug("NVML: %s", error)
+        else:
+            self._nvml = nvml
+
+    def read(self) -> list[GpuReading]:
+        """Read all GPUs, which takes about a millisecond for each."""
+        return list(self._readings()) if self._nvml else []
+
+    def _readings(self) -> Iterator[GpuReading]:
+        nvml = self._nvml
+        for index in range(self._ask(nvml.nvmlDeviceGetCount) or 0):
+            handle = self._ask(nvml.nvmlDeviceGetHandleByIndex, index)
+            if handle is None:  # it has fallen off the bus
+                continue
+            rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
+            memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+            yield GpuReading(
+                index,
+                utilisation=None if rates is None else rates.gpu / 100,
+                memory=None if memory is None or not memory.total else memory.used / memory.total,
+                temperature=self._ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+                slowed_by=_named(self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0),
+                ecc_errors=self._ask(
+                    nvml.nvmlDeviceGetTotalEccErrors,
+                    handle,
+                    nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+                    nvml.NVML_VOLATILE_ECC,
+                ),
+            )
+
+    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        """Return NVML's answer; None: this GPU or this driver does not answer this question."""
+        with suppress(self._nvml.NVMLError):
+            return question(*arguments)
+        return None
+
+
+def _named(reasons: int) -> tuple[str, ...]:
+    return tuple(sorted({name for bit, name in _SLOWDOWNS.items() if reasons & bit}))
+
+
+_CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+@final
+@dataclass(frozen=True)
+class Memory:
+    """Bytes in use, without file caches that can be dropped, and bytes beyond which the kernel kills."""
+
+    used: int
+    total: int
+
+    @property
+    def share(self) -> float:
+        """Share of it that is in use."""
+        return self.used / self.total if self.total else 0.0
+
+
+def within(node: Memory, *, cgroups: Path = _CGROUPS, own: Path = _OWN) -> Memory:
+    """Return the tightest memory that this process shares: the node's, or that of a control group around it.
+
+    Both versions of control groups are read (kernel documentation, admin-guide/cgroup-v2 and cgroup-v1/memory).
+    """
+    limited = [each for each in _groups(cgroups, own) if 0 < each.total < node.total]
+    return min(limited, key=lambda each: each.total, default=node)
+
+
+def _groups(cgroups: Path, own: Path) -> Iterator[Memory]:
+    """Yield the memory of the control group of this process and of all that it lies in, where they have a limit."""
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            root = cgroups / controllers
+            inner = root / path.lstrip("/")
+            # in a container the path may be that of the host, and the container's own group is mounted at the root
+            folders = [folder for folder in (inner, *inner.parents) if folder.is_relative_to(root)]
+            names = _V2 if not controllers else _V1
+            yield from (memory for folder in folders if (memory := _of(folder, *names)))
+
+
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _of(folder: Path, limit: str, usage: str, cache: str) -> Memory | None:
+    with suppress(OSError, ValueError):  # ValueError: "max" is no limit
+        total, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+        facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return Memory(max(0, used - int(facts.get(cache, 0))), total)
+    return None

@@ -1,4 +1,4 @@
-"""Looks at the health of one node in a process of its own, whatever the number of ranks, at no cost to their steps."""
+"""Watches the health of one node in a process of its own, and raises its alerts."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, final
 
-from worldsize.core import HealthLimits
+from worldsize.core import HealthLimits, NodeAlert
 from worldsize.observe.events import EventLog
-from worldsize.observe.health.alerts import HealthAlerts
 from worldsize.observe.health.files import AlertFiles, HealthFile
-from worldsize.observe.health.rows import health_row
+from worldsize.observe.health.rows import HealthRow, health_row
 from worldsize.record.run_directory import RunDirectory
 from worldsize.world.environments import host_name
-from worldsize.world.parent import die_with_parent
-from worldsize.world.preemption import SIGNALS
+from worldsize.world.processes import SIGNALS, die_with_parent
 
 if TYPE_CHECKING:
     from worldsize.observe.health.counters import Counters
+
 
 _logger = logging.getLogger(__name__)
 
@@ -133,7 +132,9 @@ class Sampler:
     """Takes samples of this node, and writes them and their alerts to its files."""
 
     def __init__(self, run: RunDirectory, limits: HealthLimits, node: int, root: int) -> None:
-        from worldsize.observe.health.gpus import Gpus  # these are imported where they are used: in this process alone
+        from worldsize.observe.health.counters import (
+            Gpus,  # these are imported where they are used: in this process alone
+        )
 
         self._run, self._root, self._host = run, root, host_name(os.environ)
         self._file, self._alerts, self._gpus = HealthFile(run, node), HealthAlerts(limits, node), Gpus()
@@ -150,3 +151,71 @@ class Sampler:
         from worldsize.observe.health.counters import read_counters
 
         return read_counters(self._root, self._run.path, self._gpus)
+
+
+_BACK = 0.95  # a figure has come back once it is below this share of its limit
+_LASTING = ("swap", "temperature", "throttled")  # those that may pass by: two lines in a row must have them
+_Key = tuple[str, int | None]
+
+
+@final
+class HealthAlerts:
+    """Raises an alert when a figure of a node passes its limit, and again only if it has come back in between.
+
+    Args:
+        limits: The limits.
+        node: Index of the node.
+    """
+
+    def __init__(self, limits: HealthLimits, node: int) -> None:
+        self._limits, self._node = limits, node
+        self._seen: set[_Key] = set()  # figures beyond their limit in the line before
+        self._raised: set[_Key] = set()
+
+    def judge(self, row: HealthRow) -> list[NodeAlert]:
+        """Return the new alerts of the next line about the node."""
+        beyond = {(each.what, each.gpu if each.rank is None else each.rank): each for each in self._beyond(row, 1.0)}
+        still = {(each.what, each.gpu if each.rank is None else each.rank) for each in self._beyond(row, _BACK)}
+        lasting = {key for key in beyond if key[0] not in _LASTING or key in self._seen}
+        self._seen = set(beyond)
+        new = lasting - {key for key in self._raised if key[0] != "ecc"}  # each error of a memory is news
+        self._raised = (self._raised & still) | lasting
+        return [beyond[key] for key in sorted(new, key=str)]
+
+    def _beyond(self, row: HealthRow, share: float) -> Iterator[NodeAlert]:
+        """Yield an alert for each figure that is beyond this share of its limit."""
+        limits, largest = self._limits, _largest(row)
+        for what, value, limit, detail in (
+            ("memory", row["memory"], limits.memory, largest),
+            ("swap", row["swap"], limits.swap, ""),
+            ("disk", row["disk"], limits.disk, f"{row['disk_free'] / 1e9:,.1f} GB are free"),
+            ("network", row["network_errors"], limits.network_errors, ""),
+        ):
+            if limit is not None and value > share * limit:
+                yield NodeAlert(self._node, row["host"], what, value, limit, detail=detail)
+        usable, needed = row.get("cpus"), limits.cpus
+        # whoever starts more processes than a machine has CPUs wants it so; those that are bound to a part may not
+        if usable and needed is not None and usable < min(needed, os.cpu_count() or needed):
+            yield NodeAlert(self._node, row["host"], "cpus", usable, needed)
+        bound = limits.process_memory
+        for rank, size in row["resident"].items():
+            if bound is not None and size > share * bound:
+                yield NodeAlert(self._node, row["host"], "process_memory", size, bound, rank=int(rank))
+        for gpu in row["gpus"]:
+            index, heat = gpu["index"], gpu.get("temperature", 0.0)
+            if limits.temperature is not None and heat > share * limits.temperature:
+                yield NodeAlert(self._node, row["host"], "temperature", heat, limits.temperature, gpu=index)
+            if gpu["slowed_by"]:
+                yield NodeAlert(
+                    self._node, row["host"], "throttled", 1, 0, gpu=index, detail=", ".join(gpu["slowed_by"])
+                )
+            if errors := gpu.get("ecc_errors", 0):
+                yield NodeAlert(self._node, row["host"], "ecc", errors, 0, gpu=index)
+
+
+def _largest(row: HealthRow) -> str:
+    """Name the rank that holds most memory; empty if that is not known."""
+    if not row["resident"]:
+        return ""
+    rank, size = max(row["resident"].items(), key=lambda each: each[1])
+    return f"of its ranks, {rank} holds most: {size / 1e9:.2f} GB"

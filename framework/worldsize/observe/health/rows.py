@@ -1,15 +1,18 @@
-"""A line about the health of a node: made from two readings of its counters, checked where it is read, put in words."""
+"""A line about the health of a node: its figures, and their words and cells of a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, TypeGuard
 
+from worldsize.messages import size
 from worldsize.record.json_lines import Row, is_number
 
-if TYPE_CHECKING:  # it imports psutil, which those who read these lines have no use for
+if TYPE_CHECKING:
     from worldsize.observe.health.counters import Counters
+
 
 _NUMBERS = (
     *("time", "cpu", "cpu_of_others", "memory", "memory_bytes", "swap", "swap_bytes", "disk", "disk_free"),
@@ -23,7 +26,7 @@ _SWAPPING = 1e6  # bytes a second
 
 
 class GpuRow(TypedDict):
-    """One GPU; see :class:`~worldsize.observe.health.gpus.GpuReading`. What it does not say is left out.
+    """One GPU; see :class:`~worldsize.observe.health.counters.GpuReading`. What it does not say is left out.
 
     Attributes:
         slowed_by: What made it slower than its load would allow.
@@ -211,3 +214,47 @@ def described_alert(row: Mapping[str, Any]) -> str:
     known = unit * limit if isinstance(limit, int | float) else float("nan")
     more = f" ({row['detail']})" if row.get("detail") and "{detail}" not in text else ""
     return f"node {row.get('node')}, {host}: {text.format(value=unit * value, limit=known, **facts)}{more}."
+
+
+_COLUMNS = ("node", "CPU", "by others", "memory", "largest rank", "swap", "disk free", "network", "errors/min")
+_GPU_COLUMNS = ("GPU", "hottest", "slowed by", "memory errors")
+
+
+def table_of(rows_by_node: Mapping[int, HealthRow]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the columns of a table of nodes, and the cells of each; GPUs have columns if any node has some."""
+    has_gpus = any(row["gpus"] for row in rows_by_node.values())
+    columns = (*_COLUMNS, *(_GPU_COLUMNS if has_gpus else ()))
+    table = [
+        (f"{node} {row['host']}", *_cells(row), *(_gpu_cells(row) if has_gpus else ()))
+        for node, row in rows_by_node.items()
+    ]
+    return columns, table
+
+
+def _cells(row: HealthRow) -> list[str]:
+    """Return the cells of a node under ``_COLUMNS``, without the first."""
+    largest = max(row["resident"].items(), key=lambda each: each[1], default=None)
+    return [
+        f"{row['cpu']:.0%}",
+        f"{row['cpu_of_others']:.0%}",
+        f"{row['memory']:.0%}",
+        f"rank {largest[0]}: {size(largest[1])}" if largest else "",
+        f"{size(row['swap'])}/s" if row["swap"] else "",
+        size(row["disk_free"]),
+        f"{size(row['received'] + row['sent'])}/s",
+        f"{row['network_errors']:,.0f}" if row["network_errors"] else "",
+    ]
+
+
+def _gpu_cells(row: HealthRow) -> list[str]:
+    """Return the cells of a node under ``_GPU_COLUMNS``: its GPUs together; empty texts if it has none."""
+    gpus = row["gpus"]
+    work, heat = told(gpus, "utilisation"), told(gpus, "temperature")
+    slowed = [f"GPU {gpu['index']}: {', '.join(gpu['slowed_by'])}" for gpu in gpus if gpu["slowed_by"]]
+    errors = sum(gpu.get("ecc_errors", 0) for gpu in gpus)
+    return [
+        f"{fmean(work):.0%}" if work else "",
+        f"{max(heat):.0f} °C" if heat else "",
+        "; ".join(slowed),
+        f"{errors:,}" if errors else "",
+    ]

@@ -16,17 +16,13 @@ from worldsize.errors import WorldsizeError
 from worldsize.files import is_file
 from worldsize.messages import duration, size
 from worldsize.observe.events import OVERFLOW
-from worldsize.observe.report.cluster import axes, links, nodes
-from worldsize.observe.report.curves import common_curves, run_curves
-from worldsize.observe.report.hangs import hangs
-from worldsize.observe.report.node_health import nodes_health
-from worldsize.observe.report.ranks import rank_charts, waits_by_rank
+from worldsize.observe.report.curves import common_curves, read_sweep, run_curves, typed
+from worldsize.observe.report.nodes import axes, links, nodes, nodes_health
+from worldsize.observe.report.ranks import hot_rows, rank_charts, server_charts, servers, waits_by_rank
 from worldsize.observe.report.read import SCALING, Record, number, read_run, runs_of
 from worldsize.observe.report.scaling import read_study, study_charts
-from worldsize.observe.report.servers import hot_rows, server_charts, servers
-from worldsize.observe.report.sweep import read_sweep, typed
-from worldsize.observe.report.timeline import timeline
-from worldsize.record.damage import reading
+from worldsize.observe.report.timeline import hangs, timeline
+from worldsize.record.json_lines import reading
 from worldsize.record.level import recorded_level
 
 

@@ -1,4 +1,4 @@
-"""Reads a run folder at any moment of the run.
+"""Reads a run folder at any moment of the run, and computes its ranks' waits for data.
 
 The configuration is that of the manifest, without secrets.
 """
@@ -17,8 +17,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.files import is_file
 from worldsize.observe.events import is_event
 from worldsize.record.attempt import Attempt, last_failure
-from worldsize.record.damage import reading
-from worldsize.record.json_lines import Rows
+from worldsize.record.json_lines import Rows, reading
 from worldsize.record.metrics import is_timing, metric_rows
 from worldsize.record.run_directory import RunDirectory, runs_below
 from worldsize.record.run_record import look
@@ -167,3 +166,48 @@ def number(value: Any) -> float:
 def column(lines: Iterable[Line], key: str) -> list[float]:
     """Return the numbers under ``key``, one for each line; NaN for lines without it."""
     return [number(line.get(key)) for line in lines]
+
+
+_LONG = 0.05  # share of the time above which a remedy is named
+_NAMED = 5  # number of ranks named, those that wait longest
+
+
+def waited_share(lines: Sequence[Line]) -> float:
+    """Return the share of step time that one rank waited for data, from its timing lines; NaN if unknown.
+
+    A line has the means of the steps since the line before it.
+    """
+    data = total = 0.0
+    last = 0
+    for line in lines:
+        steps, last = max(1, line["step"] - last), line["step"]
+        wait, rest = number(line.get("data_seconds")), number(line.get("step_seconds"))
+        if not math.isnan(wait + rest):
+            data, total = data + steps * wait, total + steps * (wait + rest)
+    return data / total if total > 0 else math.nan
+
+
+def waiting_text(shares: Mapping[int, float], config: Mapping[str, Any]) -> str | None:
+    """Describe which share of the time ranks wait for data, and the remedy; return None if it is at most 5 %.
+
+    Args:
+        shares: of each rank; NaN where it is not known.
+        config: of the run, for its ``data_workers``.
+    """
+    known = {rank: share for rank, share in shares.items() if not math.isnan(share)}
+    if not known or max(known.values()) <= _LONG:
+        return None
+    worst = sorted(known, key=lambda rank: -known[rank])[:_NAMED]
+    mean = sum(known.values()) / len(known)
+    ranks = ", ".join(f"rank {rank} {known[rank]:.0%}" for rank in worst)
+    which = f": {ranks}" if len(known) <= _NAMED else f"; longest wait: {ranks}"
+    return f"Steps wait for data for {mean:.0%} of the time{which if len(known) > 1 else ''}. {_remedy(config)}"
+
+
+def _remedy(config: Mapping[str, Any]) -> str:
+    workers = config.get("data_workers", 0)
+    others = "give the data set a method load_batch, or prepare the data once (worldsize prepare, for text)."
+    if workers == "auto":
+        return f"More data_workers than auto has started did not help, or there are no cores for them: {others}"
+    more = f", or more than {workers}" if isinstance(workers, int) and workers > 0 else ""
+    return f"Set data_workers=auto{more}, {others}"

@@ -15,7 +15,7 @@ from worldsize.files import read_regular
 from worldsize.observe.report.ranks import PHASES
 from worldsize.observe.report.read import number
 from worldsize.observe.report.svg import SERIES, Chart, colour, draw, plain, series_colour, tip
-from worldsize.record.json_schema import check
+from worldsize.record.manifest import check
 from worldsize.strict_json import LARGEST, parse
 
 if TYPE_CHECKING:

@@ -1,15 +1,18 @@
-"""The timeline of a run: attempts, failures, restarts, stragglers."""
+"""The timeline of a run: attempts, failures, restarts, stragglers, hangs."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
+from worldsize.messages import named
 from worldsize.observe.events import GOOD_NEWS, OVERFLOW, describe_event
 from worldsize.observe.report.read import Line, Record
 from worldsize.record.attempt import FAILURE, Attempt, failure_text
+from worldsize.record.flight import HungProcess, hung_processes
 
 _MARKS = 100  # number of marks shown
 _GOOD = ("completed", "running")
@@ -128,3 +131,47 @@ def _of_events(events: Iterable[Line]) -> Iterator[Fact]:
                     continue
                 has_overflowed = True
             yield event["time"], describe_event(event), event["event"] in GOOD_NEWS
+
+
+_SHOWN = 24  # rows of a hang
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """Processes that did the same when their gang hung."""
+
+    who: str
+    doing: str
+    waits: bool
+    """Whether they waited for others."""
+    stack: tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Hang:
+    """The hang that ended an attempt; processes that waited for nobody, whom others waited for, come first."""
+
+    attempt: int
+    rows: tuple[Row, ...]
+    left_out: int
+
+
+def hangs(record: Record) -> list[Hang]:
+    """Return the hangs of a run, the last one first."""
+    by_attempt: defaultdict[int, list[HungProcess]] = defaultdict(list)
+    for process in hung_processes(record.folder / "logs"):
+        by_attempt[process.attempt].append(process)
+    return [_hang(attempt, by_attempt[attempt]) for attempt in sorted(by_attempt, reverse=True)]
+
+
+def _hang(attempt: int, processes: list[HungProcess]) -> Hang:
+    alike: defaultdict[tuple[str, str, bool, tuple[str, ...]], set[int]] = defaultdict(set)
+    for each in processes:  # two of a rank if it was started again within the attempt
+        alike[each.role, each.doing, each.waits, each.stack].add(each.rank)
+    rows = [
+        Row(f"{role} {named([*ranks])}", doing, waits, stack) for (role, doing, waits, stack), ranks in alike.items()
+    ]
+    ordered = sorted(rows, key=lambda row: row.waits)
+    return Hang(attempt, tuple(ordered[:_SHOWN]), max(0, len(ordered) - _SHOWN))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from worldsize.core import Cluster
-from worldsize.plan.doctor import hosts, link_checks, network
-from worldsize.plan.doctor.edges import measured, sharing
-from worldsize.plan.doctor.findings import Findings
+from worldsize.plan.doctor import hosts, link_checks
+from worldsize.plan.doctor.findings import Findings, measured, sharing
 from worldsize.plan.doctor.report import Check, Report
 
 
 def evaluate(findings: Findings, cluster: Cluster, *, needed_bytes: float) -> Report:
     """Check ``findings`` against each other and against ``cluster``; two checkpoints need ``needed_bytes`` of disk."""
     checks: list[Check] = [
-        *network.answers(findings),
-        *network.meeting(findings),
+        *hosts.answers(findings),
+        *hosts.meeting(findings),
         *hosts.matches(findings),
         *hosts.data(findings),
         *hosts.folder(findings),
@@ -21,8 +20,8 @@ def evaluate(findings: Findings, cluster: Cluster, *, needed_bytes: float) -> Re
         *hosts.clock(findings),
         *hosts.cpus(findings, cluster),
         *(hosts.devices(findings, per_node=cluster.processes_per_node) if cluster.device != "cpu" else ()),
-        *network.interfaces(findings),
-        *network.collective(findings),
+        *hosts.interfaces(findings),
+        *hosts.collective(findings),
         *link_checks.checks(findings, cluster),
     ]
     names = [check.check for check in checks]

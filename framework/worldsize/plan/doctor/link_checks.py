@@ -9,9 +9,8 @@ from typing import final
 
 from worldsize.core import Cluster, Link
 from worldsize.observe.transport import transport_warning
-from worldsize.plan.doctor.edges import INSIDE, ONE_HOST, Measured, measured, sharing
-from worldsize.plan.doctor.findings import Facts, Findings
-from worldsize.plan.doctor.network import others
+from worldsize.plan.doctor.findings import INSIDE, ONE_HOST, Facts, Findings, Measured, measured, sharing
+from worldsize.plan.doctor.hosts import others
 from worldsize.plan.doctor.report import Check, Pair, rate
 
 _LEAST = 0.5  # of the declared bandwidth

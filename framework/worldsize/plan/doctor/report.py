@@ -13,7 +13,7 @@ from rich.table import Table
 
 from worldsize.core import Link
 from worldsize.messages import printable
-from worldsize.record.json_schema import check as check_schema
+from worldsize.record.manifest import check as check_schema
 from worldsize.strict_json import parse, strict
 
 

@@ -1,26 +1,36 @@
-"""Records what one rank sends to its groups: each collective with its members, tensors and line of code."""
+"""Records what one rank sends to its groups: each collective with its members, tensors and line of the program."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Self, final
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, Protocol, Self, final
+from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from worldsize.plan.rehearsal.exchange import SentMessages
-from worldsize.plan.rehearsal.groups import Group, identified, next_of
-from worldsize.plan.rehearsal.message_recorder import MessageRecorder
-from worldsize.plan.rehearsal.operators import MESSAGES, Operator, operator_of
-from worldsize.plan.rehearsal.pending import PendingCalls, groups_watched, waits_watched
-from worldsize.plan.rehearsal.sites import site
-from worldsize.spans import spans
+from worldsize.messages import spans
+from worldsize.plan.rehearsal.exchange import MessageRecorder, SentMessages
+from worldsize.plan.rehearsal.operators import (
+    MESSAGES,
+    Group,
+    Operator,
+    identified,
+    next_of,
+    operator_of,
+)
 
 Phase = Literal["building", "step", "logging", "evaluation"]
 
@@ -187,3 +197,123 @@ def _performed(operator: Operator, kwargs: Mapping[str, Any]) -> Any:
 
 def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+@final
+class PendingCalls:
+    """The calls of a rank by what it may wait for: torch's handle, or the tensor of a functional collective."""
+
+    def __init__(self) -> None:
+        self._numbers: weakref.WeakKeyDictionary[Work, int] = weakref.WeakKeyDictionary()
+        self._sources: weakref.WeakKeyDictionary[Work, int] = weakref.WeakKeyDictionary()
+        self._made: dict[int, int] = {}  # by the address of a storage
+        self._last: Work | None = None  # kept until the caller has received it
+
+    def add(self, number: int, result: Any, source: int | None) -> None:
+        """Record what call ``number`` returned; ``source``: the index in the group of a message's sender."""
+        self._last = None
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.ScriptObject) and str(leaf._type()).endswith(".Work"):
+                self._last = work = Work.unbox(leaf)
+                self._numbers[work] = number
+                if source is not None:
+                    self._sources[work] = source
+            elif isinstance(leaf, Tensor):
+                self._made[leaf.untyped_storage()._cdata] = number
+
+    def number(self, work: Work) -> int | None:
+        """Return the number of the call that returned ``work``; None if it was not recorded."""
+        if work is self._last:
+            self._last = None
+        return self._numbers.get(work)
+
+    def making(self, tensor: Tensor) -> int | None:
+        """Return the number of the pending call that fills ``tensor``, of any shape; None: none does."""
+        return self._made.pop(tensor.untyped_storage()._cdata, None)
+
+    def source(self, work: Work) -> int:
+        """Return the index in the group of a received message's sender, 0 if unknown."""
+        return self._sources.get(work, 0)
+
+
+@contextmanager
+def waits_watched(pending: PendingCalls, report: Callable[[int | None], None]) -> Iterator[None]:
+    """Call ``report`` with the number of each call that is waited for, and set the sender of received messages."""
+    with ExitStack() as stack:
+        for kind in _kinds_of(Work):
+            if "wait" in vars(kind):
+                stack.enter_context(patch.object(kind, "wait", _waiting(kind.wait, pending, report)))
+        original = Work._source_rank
+
+        def source(work: Work) -> int:
+            try:
+                return int(original(work))
+            except RuntimeError:  # of the fake group
+                return pending.source(work)
+
+        stack.enter_context(patch.object(Work, "_source_rank", source))
+        yield
+
+
+def _waiting(original: Any, pending: PendingCalls, report: Callable[[int | None], None]) -> Any:
+    def wait(work: Work, *args: Any, **kwargs: Any) -> Any:
+        report(pending.number(work))
+        return original(work, *args, **kwargs)
+
+    return wait
+
+
+def _kinds_of(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    below: list[type[Any]] = kind.__subclasses__()
+    for each in below:
+        yield from _kinds_of(each)
+
+
+class _GroupMade(Protocol):
+    def __call__(self, members: Sequence[int] | None, *, is_local: bool) -> None: ...
+
+
+@contextmanager
+def groups_watched(report: _GroupMade) -> Iterator[None]:
+    """Call ``report`` with each process group before its creation: its members, and whether only they create it."""
+    original = dist.distributed_c10d._new_group_with_tag
+
+    def make(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> ProcessGroup | Any:
+        report(ranks, is_local=bool(kwargs.get("use_local_synchronization", False) or (len(args) > 4 and args[4])))
+        return original(ranks, *args, **kwargs)
+
+    with patch.object(dist.distributed_c10d, "_new_group_with_tag", make):
+        yield
+
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+_FRAMEWORK = f"{Path(__file__).parents[2]}/"
+_OWN = f"{Path(__file__).parent}/"
+
+
+def site() -> tuple[str, bool]:
+    """Return the innermost line outside torch, and whether torch pickles objects there, whose sizes may differ."""
+    is_object = False
+    for frame in _frames():
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file.startswith(_TORCH):
+            is_object = is_object or "object" in name
+        elif not file.startswith((_OWN, "<")) and name != "__torch_function__":  # of a mode, around what it watches
+            return f"{short_path(file)}:{frame.f_lineno} ({name})", is_object
+    return "torch", is_object
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def short_path(file: str) -> str:
+    """Shorten a path: relative to worldsize or to the working directory, else absolute."""
+    path = Path(file)
+    if file.startswith(_FRAMEWORK):
+        return str(path.relative_to(Path(_FRAMEWORK).parent))
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file

@@ -1,26 +1,30 @@
-"""Counts the bytes of every tensor that one rank allocates and frees."""
+"""Counts the bytes of every tensor that one rank allocates and frees; fake tensors have no memory."""
 
 from __future__ import annotations
 
 import gc
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, final
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self, final
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from worldsize.core import StateDict
-from worldsize.dist.per_rank import local
-from worldsize.optimizers.names import all_parameters
-from worldsize.plan.rehearsal.storage_log import StorageLog
+from worldsize.collectives.per_rank import local
+from worldsize.core import ConfigError, StateDict, Strategy
+from worldsize.data.batches import map_tensors
+from worldsize.optimizers.groups import all_parameters
 
 
 @final
@@ -114,3 +118,170 @@ def _address(tensor: Tensor) -> int | None:
     """Return the address of a tensor's storage; None if it has none."""
     own = local(tensor)
     return own.untyped_storage()._cdata if own.layout is torch.strided else None
+
+
+PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations")
+"""What memory is for, in the order of a report; activations are all that is nothing else."""
+
+
+@final
+@dataclass(frozen=True)
+class Peak:
+    """The moment of a rank's largest memory.
+
+    Attributes:
+        nbytes: Bytes of all tensors.
+        parts: Bytes by purpose, one of ``PARTS``.
+    """
+
+    nbytes: int
+    parts: Mapping[str, int]
+
+
+@final
+class StorageLog:
+    """Follows storages until they are freed.
+
+    The purpose of a storage is often known only after its allocation: a gradient is known once the optimizer takes it.
+    So sizes are recorded in order, and evaluated at the end.
+    """
+
+    def __init__(self) -> None:
+        self._changes: list[tuple[int, int]] = []  # number of a storage, and its change in bytes
+        self._labels: dict[int, str] = {}
+        self._numbers: dict[int, int] = {}  # by the address of a live storage
+        self._sizes: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._foreign: dict[int, weakref.ref[UntypedStorage]] = {}  # by address: storages from before
+        self._made = 0
+        self._built = 0  # changes before the first step
+        self._trained: int | None = None  # changes before the evaluation
+
+    def see(self, storage: UntypedStorage) -> None:
+        """Record a storage and its present size."""
+        address = storage._cdata
+        if address in self._foreign:
+            return
+        if address not in self._numbers:
+            self._made += 1
+            self._numbers[address] = self._made
+            self._alive[address] = weakref.ref(storage, partial(self._freed, address))
+        number, nbytes = self._numbers[address], storage.nbytes()
+        if nbytes != self._sizes.get(number, 0):
+            self._changes.append((number, nbytes - self._sizes.get(number, 0)))
+            self._sizes[number] = nbytes
+
+    def leave_out(self, storage: UntypedStorage) -> None:
+        """Exclude a storage that existed before, such as a data set's, unless it has been recorded."""
+        address = storage._cdata
+        if address not in self._numbers and address not in self._foreign:
+            self._foreign[address] = weakref.ref(storage, lambda _: self._foreign.pop(address, None))
+
+    def knows(self, storage: UntypedStorage) -> bool:
+        """Return whether the storage has been recorded."""
+        return storage._cdata in self._numbers
+
+    def _freed(self, address: int, _: object) -> None:
+        del self._alive[address]
+        number = self._numbers.pop(address)
+        self._changes.append((number, -self._sizes.pop(number, 0)))
+
+    def label(self, part: str, tensors: Iterable[Any]) -> None:
+        """Set the purpose of the storages of ``tensors``, unless it has been set."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                number = self._numbers.get(local(tensor).untyped_storage()._cdata)
+                if number is not None:
+                    self._labels.setdefault(number, part)
+
+    def begin_training(self) -> None:
+        """Mark the end of building the replica."""
+        self._built = len(self._changes)
+
+    def begin_evaluation(self) -> None:
+        """Mark the end of training, at the first call."""
+        self._trained = self._trained or len(self._changes)
+
+    def building_peak(self) -> Peak:
+        """Return the peak until the replica was built."""
+        return self._peak(self._changes[: self._built], after=0)
+
+    def peak(self) -> Peak:
+        """Return the peak of training."""
+        return self._peak(self._changes[: self._trained], after=self._built)
+
+    def evaluation_peak(self) -> Peak | None:
+        """Return the peak of the evaluation; None if there was none."""
+        return None if self._trained is None else self._peak(self._changes, after=self._trained)
+
+    def _peak(self, changes: Sequence[tuple[int, int]], after: int) -> Peak:
+        most, best, now = 0, -1, 0
+        for place, (_, change) in enumerate(changes):
+            now += change
+            if now > most and place >= after:
+                most, best = now, place
+        parts: Counter[str] = Counter(dict.fromkeys(PARTS, 0))
+        for number, change in changes[: best + 1]:
+            parts[self._labels.get(number, "activations")] += change
+        return Peak(most, dict(parts))
+
+
+@final
+class FakeTensors:
+    """Creates fake tensors inside the context :meth:`made`, without memory or values; ``item()`` returns 1."""
+
+    def __init__(self) -> None:
+        self.mode = _Mode(allow_non_fake_inputs=True)
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Create fake tensors inside the context."""
+        with self.mode, _Numbers():  # type: ignore[no-untyped-call]
+            yield
+
+    def check(self, state: StateDict, strategy: Strategy) -> None:
+        """Raise ConfigError if the model's tensors are real, which cannot be mixed with fakes.
+
+        Raises:
+            ConfigError: ``strategy`` does not shard the model, or the recipe's constructor cannot be deferred.
+        """
+        tensors = [local(each) for each in state["model"].values() if isinstance(each, Tensor)]
+        if not any(isinstance(each, FakeTensor) for each in tensors):  # a buffer may already have been computed
+            raise ConfigError(
+                f"{type(strategy).__name__} has made the model with real tensors. Leave --fake out, or choose a "
+                "strategy that shards it, such as fsdp; what its constructor may do: docs/strategies.md."
+            )
+
+    def owns(self, tensor: FakeTensor) -> bool:
+        """Return whether the rank owns ``tensor``, which is not one of DTensor's for global shapes."""
+        return tensor.fake_mode is self.mode and self.mode.depth < 2
+
+    def of(self, data: Any) -> Any:
+        """Return ``data`` with fakes in place of its tensors."""
+        return map_tensors(data, self.mode.from_tensor, lambda own: own)
+
+
+@final
+class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A mode that counts its nesting, since DTensor enters the mode of its tensors again."""
+
+    depth = 0
+
+    def __enter__(self) -> Self:
+        self.depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.depth -= 1
+        super().__exit__(*error)
+
+
+@final
+class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Returns 1 for every number that a program reads from a fake tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            dtype = args[0].dtype
+            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        return func(*args, **kwargs or {})

@@ -13,6 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 from torch.utils._pytree import tree_leaves
 
+from worldsize.messages import named
+
 # operators of torch's namespaces of collectives, by the name of torch.distributed's own function
 OPERATIONS: Mapping[str, str] = {
     "allreduce_": "all_reduce",
@@ -176,3 +178,39 @@ def _reduction(given: Mapping[str, Any]) -> str:
             kinds = dist.ReduceOp.RedOpType.__members__
             return next((name.lower() for name, kind in kinds.items() if operation == kind), "sum")
     return "sum"
+
+
+@final
+@dataclass(frozen=True)
+class Group:
+    """Identity of a process group.
+
+    Attributes:
+        ranks: The global ranks of its members.
+        number: How many groups of the same members were created before it.
+    """
+
+    ranks: tuple[int, ...]
+    number: int
+
+
+def identified(group: ProcessGroup) -> Group:
+    """Return the identity of a group that this process has created, which is the same on all members."""
+    members = dist.get_process_group_ranks(group)
+    return Group(tuple(members), _made_of(members).index(group))
+
+
+def next_of(members: Sequence[int]) -> Group:
+    """Return the identity of the next group of ``members``."""
+    return Group(tuple(members), len(_made_of(list(members))))
+
+
+def _made_of(members: list[int]) -> list[ProcessGroup]:
+    made = [each for each in dist.distributed_c10d._world.pg_group_ranks if isinstance(each, ProcessGroup)]
+    return [each for each in made if dist.get_process_group_ranks(each) == members]
+
+
+def described(group: Group) -> str:
+    """Name a group for people."""
+    which = f", number {group.number + 1} of them" if group.number else ""
+    return f"the group of {named(group.ranks)}{which}"

@@ -27,18 +27,14 @@ from worldsize.core import (
     StepResult,
     World,
 )
-from worldsize.data.evaluation import evaluation_batches
-from worldsize.data.fetch import collate_of
-from worldsize.data.loader import micro_batches
+from worldsize.data.batches import collate_of
+from worldsize.data.loader import evaluation_batches, micro_batches
 from worldsize.errors import WorldsizeError
-from worldsize.plan.absent_peers import world_seen_by
-from worldsize.plan.rehearsal.calls import Call, CallRecorder
+from worldsize.plan.dry_run import world_seen_by
+from worldsize.plan.rehearsal.calls import Call, CallRecorder, short_path
 from worldsize.plan.rehearsal.exchange import Message, Place, SentMessages
-from worldsize.plan.rehearsal.fake_tensors import FakeTensors
-from worldsize.plan.rehearsal.memory import MemoryRecorder
-from worldsize.plan.rehearsal.sites import short_path
-from worldsize.plan.rehearsal.storage_log import Peak
-from worldsize.record.seeds import seed_generators, stream
+from worldsize.plan.rehearsal.memory import FakeTensors, MemoryRecorder, Peak
+from worldsize.record.determinism import seed_generators, stream
 from worldsize.strategies.deferred.model import filled_with
 from worldsize.train.agreement import Agreement
 from worldsize.train.averaging import AveragedReplica

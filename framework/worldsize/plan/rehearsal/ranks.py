@@ -1,4 +1,4 @@
-"""Rehearses many ranks of a run, each in a forked process, as many at once as there are cores."""
+"""Rehearses many ranks of a run, each in a forked process, and computes the bytes that they send."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from multiprocessing.context import ForkProcess
 from typing import final
 
 from worldsize.config.settings import Settings
-from worldsize.plan.rehearsal.differences import differences
+from worldsize.plan.rehearsal.calls import Call
 from worldsize.plan.rehearsal.exchange import Message, Place, SentMessages
+from worldsize.plan.rehearsal.memory import Peak
 from worldsize.plan.rehearsal.rank import Part, Rehearsed, data_of, rehearse_rank
-from worldsize.plan.rehearsal.storage_log import Peak
-from worldsize.world.fork import ready_to_fork
+from worldsize.plan.rehearsal.waiting import differences
+from worldsize.world.processes import ready_to_fork
 
 _TIMES = 6  # most repetitions of a rehearsal, plus one per step, since decisions may depend on those of the step before
 _ALL = 64  # largest world of which all ranks are rehearsed
@@ -175,3 +176,48 @@ def _ended(connection: Connection, running: _Running, longest: float) -> Rehears
 
 def _without_answer(rank: int, reason: str) -> Rehearsed:
     return Rehearsed(rank, [], Peak(0, {}), None, {}, reason)
+
+
+@final
+@dataclass(frozen=True)
+class Traffic:
+    """The bytes that a rank sends in one step, and its number of calls.
+
+    Attributes:
+        inside: Bytes in groups whose members are all on one node.
+        across: Bytes in groups that span several nodes.
+        calls: Collectives and messages.
+    """
+
+    inside: float
+    across: float
+    calls: int
+
+
+def traffic(rehearsed: Rehearsed, processes_per_node: int, *, step: int) -> Traffic:
+    """Sum the bytes that a rank sends in ``step`` itself, without logging and evaluation."""
+    calls = [call for call in rehearsed.calls if call.step == step and call.phase == "step"]
+    calls = [call for call in calls if call.operation != "new_group"]
+    across = sum(_ring_bytes(call) for call in calls if _reaches_over(call, rehearsed.rank, processes_per_node))
+    return Traffic(sum(map(_ring_bytes, calls)) - across, across, len(calls))
+
+
+def _reaches_over(call: Call, rank: int, processes_per_node: int) -> bool:
+    members = call.group.ranks if call.peer is None else (rank, call.peer)
+    return len({member // processes_per_node for member in members}) > 1
+
+
+def _ring_bytes(call: Call) -> float:
+    """Return the bytes that a rank sends in a ring (Patarasu and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
+    n = len(call.group.ranks)
+    match call.operation:
+        case "all_reduce":
+            return 2 * (n - 1) / n * call.nbytes
+        case "all_gather":
+            return (n - 1) * call.nbytes
+        case "reduce_scatter" | "all_to_all" | "broadcast" | "reduce":
+            return (n - 1) / n * call.nbytes
+        case "recv" | "barrier" | "monitored_barrier" | "new_group":
+            return 0.0
+        case _:
+            return float(call.nbytes)

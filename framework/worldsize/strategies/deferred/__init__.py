@@ -1,7 +1,6 @@
 """Deferred initialization: a model is described first, and its tensors are made one at a time once it is sharded.
 
-``recorder`` watches a model's constructor, whose tensors are ``fakes`` without memory, and ``calls`` what no operator
-shows; ``tape`` has what it did to them, ``draws`` its random numbers, and ``borrowed`` the tensors from which it made
-weights. ``model`` has the model, whose tensors are made from the tape into its ``slots``; ``footprint`` has what that
-takes.
+``recorder`` watches a model's constructor and keeps the tensors of others from which it made weights; ``fakes`` are its
+tensors, without memory; ``tape`` has what it did to them, ``draws`` its random numbers.
+``model`` makes the tensors from the tape.
 """

@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from worldsize.record.seeds import GeneratorStates
+from worldsize.record.determinism import GeneratorStates
 from worldsize.strategies.deferred.tape import Tape
 
 _HOST = torch.device("cpu")

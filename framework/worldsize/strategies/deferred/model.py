@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from worldsize.record.seeds import generators_kept
+from worldsize.record.determinism import generators_kept
 from worldsize.strategies.deferred.draws import InitialStates, SeededError
 from worldsize.strategies.deferred.fakes import CannotDeferError, own_attributes, with_numbers
 from worldsize.strategies.deferred.footprint import Footprint

@@ -1,7 +1,11 @@
-"""Records a model's constructor: its operations on tensors are written to a tape instead of being executed."""
+"""Records a model's constructor: its operations on tensors are written to a tape instead of being executed.
+
+Large tensors that it computes weights from, such as arrays that it has read from files, are borrowed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -12,10 +16,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from worldsize.strategies.deferred.borrowed import BorrowedTensors
-from worldsize.strategies.deferred.calls import CallWatcher
 from worldsize.strategies.deferred.draws import InitialStates, PendingDraws, SeededError
 from worldsize.strategies.deferred.fakes import (
+    CallWatcher,
     CannotDeferError,
     FakeStorages,
     HostFakes,
@@ -277,3 +280,39 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             changed += _tensors(value)
     return changed
+
+
+@final
+class BorrowedTensors:
+    """Tensors that are read again when weights are made from them, and must not change until then."""
+
+    def __init__(self) -> None:
+        self._tensors: list[tuple[Tensor, int, bytes | None]] = []  # with their versions and digests
+
+    def add(self, tensor: Tensor) -> None:
+        """Keep a reference to ``tensor``, of any shape, whose values must not change."""
+        self._tensors.append((tensor, tensor._version, _digest(tensor)))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the kept tensors, in their shapes."""
+        return [tensor for tensor, *_ in self._tensors]
+
+    def check(self) -> None:
+        """Raise CannotDeferError if a tensor has been changed since it was added."""
+        for tensor, version, digest in self._tensors:
+            if tensor._version != version or _digest(tensor) != digest:
+                raise CannotDeferError(
+                    "its constructor changes a tensor from which it made weights",
+                    "Let it read each weight into memory of its own.",
+                )
+
+
+def _digest(tensor: Tensor) -> bytes | None:
+    """Return a digest of ``tensor`` if code other than torch, such as NumPy, may write to its memory.
+
+    None: only torch writes to it, and counts versions.
+    """
+    if tensor.layout is not torch.strided or tensor.untyped_storage().resizable():
+        return None
+    numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(numbers.data, digest_size=16).digest()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from worldsize.dist.per_rank import sharded_like
+from worldsize.collectives.per_rank import sharded_like
 
 Table: TypeAlias = Literal["_parameters", "_buffers", "__dict__"]
 _TABLES: tuple[Table, ...] = ("_parameters", "_buffers", "__dict__")

@@ -1,23 +1,34 @@
-"""Divides a model over a mesh, so that each rank keeps its part."""
+"""Divides a model over a mesh, so that each rank keeps its part.
+
+Waits of layers that ranks share end when the gang does; those of DTensors end when their peers answer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, final
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.optim import Optimizer
 
+from worldsize.collectives.step_timer import wait
+from worldsize.collectives.timed_sharding import time_sharding
 from worldsize.core import ConfigError, Recipe, TensorStyle
-from worldsize.dist.timed_sharding import time_sharding
-from worldsize.strategies.detached_shards import detach_shards
-from worldsize.strategies.mesh.interruptible import InterruptibleColumn, InterruptibleRow
 from worldsize.strategies.mesh.layout import along
-from worldsize.strategies.mesh.timing import time_column, time_row
-from worldsize.strategies.unit_sharding import shard_units
+from worldsize.strategies.mesh.stage import time_column, time_row
+from worldsize.strategies.unit_sharding import detach_shards, shard_units
 from worldsize.strategies.wrapping import Wrap
 
 
@@ -118,3 +129,56 @@ def keep_held(optimizer: Optimizer) -> None:
         held = [not parameter.is_meta for parameter in group["params"]]
         for key in group.keys() & {"params", "param_names"}:
             group[key] = [value for value, stays in zip(group[key], held, strict=True) if stays]
+
+
+@final
+class InterruptibleColumn(ColwiseParallel):
+    """Divides a linear layer by its output features; sums the gradients of its inputs, (..., features), over ranks."""
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
+    ) -> DTensor:
+        shared = _SummedGradient.apply(inputs[0], device_mesh.get_group())
+        return DTensor.from_local(shared, device_mesh, [Replicate()], grad_placements=[Partial()])
+
+
+@final
+class InterruptibleRow(RowwiseParallel):
+    """Divides a linear layer by its input features; sums its outputs, (..., features), over ranks."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Tensor:
+        part = outputs.redistribute(placements=[Partial()]).to_local(grad_placements=[Replicate()])
+        total: Tensor = _Sum.apply(part, device_mesh.get_group())
+        return total
+
+
+class _SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shared: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return shared.view_as(shared)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        return _sum(gradients[0], ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        return _sum(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _sum(part: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum of the tensors of all ranks of ``group``, which have the same shape."""
+    total = part.clone(memory_format=torch.contiguous_format)
+    wait(dist.all_reduce(total, group=group, async_op=True))
+    return total

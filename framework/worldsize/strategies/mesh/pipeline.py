@@ -1,11 +1,12 @@
 """Runs micro-batches through the stages of a pipeline by torch's schedules, and evaluation through the same stages.
 
 The schedules split indices of micro-batches, not their data: a stage looks up the data by the index.
+``PipelineReplica`` is the replica of a rank that holds some stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -16,22 +17,31 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from worldsize.core import Batch, MicroBatch
-from worldsize.dist.ordered import reduce_ordered
-from worldsize.dist.per_rank import local
-from worldsize.dist.staged import finished
-from worldsize.dist.step_timer import phase, wait
+from worldsize.collectives.ordered import reduce_ordered
+from worldsize.collectives.per_rank import local
+from worldsize.collectives.staged import finished
+from worldsize.collectives.step_timer import phase, wait
+from worldsize.core import (
+    Batch,
+    EvaluationBatch,
+    MicroBatch,
+    Recipe,
+    Replica,
+    StateDict,
+    StepResult,
+    World,
+)
+from worldsize.metrics import MetricCollector
+from worldsize.record.determinism import generators_kept, seed_generators
 from worldsize.strategies.declared_buffers import buffer_slots
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics, trainable
-from worldsize.strategies.mesh.edges import Edges
-from worldsize.strategies.mesh.interleaved import interleaved
-from worldsize.strategies.mesh.norm import MeshNorm, WholeNorm
-from worldsize.strategies.mesh.passing import Passing
-from worldsize.strategies.mesh.schedule import Kind
-from worldsize.strategies.mesh.stage import Stage
-from worldsize.strategies.mesh.sums import DataParts
-from worldsize.strategies.mesh.timing import TimedStage
+from worldsize.strategies.mesh.groups import Edges, Passing
+from worldsize.strategies.mesh.schedule import Kind, interleaved
+from worldsize.strategies.mesh.stage import KnownOutput, Stage, TimedStage
+from worldsize.strategies.mesh.sums import DataParts, MeshNorm, WholeNorm
+from worldsize.strategies.model_replica import autocast, evaluating
+from worldsize.strategies.synchronous import SynchronousReplica
 
 _SCHEDULES: Mapping[str, Any] = {
     "gpipe": ScheduleGPipe,  # Huang et al. 2018, arXiv 1811.06965
@@ -195,3 +205,56 @@ class Pipeline(GradientReducer):
                 assert output is not None
                 passing.send(output, (rank + 1) % size)
         return output if self.is_last else None
+
+
+@final
+class PipelineReplica(Replica):
+    """A synchronous replica whose evaluation batches also pass from stage to stage.
+
+    ``data``: the world of the ranks with the same stages, one for each data-parallel part.
+    """
+
+    def __init__(self, recipe: Recipe, data: World, inner: SynchronousReplica, pipeline: Pipeline) -> None:
+        self._recipe, self._data, self._inner, self._pipeline = recipe, data, inner, pipeline
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        return self._inner.step(micro_batches)
+
+    def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
+        collector = self._collected(batches)
+        answer: list[Any] = [collector.reduce(self._data) if self._pipeline.is_last else None]
+        group = self._pipeline.group
+        dist.broadcast_object_list(answer, group=group, group_src=(self._pipeline.total - 1) % group.size())
+        metrics: Mapping[str, float] = answer[0]
+        return metrics
+
+    def _collected(self, batches: Iterable[EvaluationBatch]) -> MetricCollector:
+        """Return the metrics of this rank's batches, if it has the last stage."""
+        collector = MetricCollector(self._recipe)
+        with (
+            torch.no_grad(),
+            evaluating(self._pipeline.stages),
+            generators_kept(self._data.device),
+            autocast(self._data.device, self._inner.numerics.precision),
+        ):
+            for batch in batches:
+                seed_generators(batch.seed, self._data.device)
+                output = self._pipeline.output(batch.data)
+                if output is not None:
+                    collector.add(batch, self._recipe.evaluate(KnownOutput(output), batch.data))
+        return collector
+
+    def facts(self) -> Mapping[str, Any]:
+        return self._inner.facts()
+
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        return self._inner.trained_weights()
+
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        self._inner.advance_schedules(value, step=step)
+
+    def state(self) -> StateDict:
+        return self._inner.state()
+
+    def load(self, state: StateDict) -> None:
+        self._inner.load(state)

@@ -11,31 +11,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, Reduction, Replica, RunContext, World
-from worldsize.record.seeds import generators_kept
-from worldsize.strategies.assigned_weights import carry_assignments
-from worldsize.strategies.calling_root import CallingRoot
+from worldsize.record.determinism import generators_kept
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
-from worldsize.strategies.local_steps import step_apart, step_locally
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.mesh.groups import MeshGroups
-from worldsize.strategies.mesh.layout import Layout, along
-from worldsize.strategies.mesh.norm import MeshNorm, WholeNorm
-from worldsize.strategies.mesh.ownership import Ownership
+from worldsize.strategies.mesh.layout import Layout, Ownership, along
 from worldsize.strategies.mesh.parallel import Sharding, divide, keep_held
-from worldsize.strategies.mesh.partition import stages_of
-from worldsize.strategies.mesh.pipeline import Pipeline, Tied
-from worldsize.strategies.mesh.replica import PipelineReplica
-from worldsize.strategies.mesh.schedule import PipelineSchedule
+from worldsize.strategies.mesh.pipeline import Pipeline, PipelineReplica, Tied
+from worldsize.strategies.mesh.schedule import PipelineSchedule, stages_of
 from worldsize.strategies.mesh.stage import Stage
-from worldsize.strategies.mesh.sums import DataParts
+from worldsize.strategies.mesh.sums import DataParts, MeshNorm, WholeNorm
 from worldsize.strategies.schedules import Schedule
-from worldsize.strategies.shard_trial import refuse_wrong_updates
 from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state
-from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.sharded_steps import carry_assignments, refuse_wrong_updates, step_apart, step_locally
+from worldsize.strategies.synchronous import CallingRoot, SynchronousReplica
 from worldsize.strategies.train_state import TrainState, optimizer_of
-from worldsize.strategies.unit_guard import guard_units
+from worldsize.strategies.unit_sharding import guard_units
 from worldsize.strategies.wrapping import refuse_scalars
 
 

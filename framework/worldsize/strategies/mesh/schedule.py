@@ -1,12 +1,23 @@
-"""The schedule of a pipeline: its kind, its stages, and the allowed numbers of micro-batches."""
+"""The plan of a pipeline: a chain of layers divided into stages, and the schedule of their passes.
+
+A schedule has a kind, its stages, and the allowed numbers of micro-batches. The interleaved one takes any number of
+micro-batches; torch's takes only some.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from functools import cache
+from itertools import pairwise, zip_longest
+from typing import Any, Literal, final
 
-from worldsize.core import ConfigError
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+
+from worldsize.core import ConfigError, FeatureRecipe, Recipe, saves_state
 
 Kind = Literal["gpipe", "1f1b", "interleaved"]
 
@@ -53,3 +64,120 @@ class PipelineSchedule:
                 f"{count} micro-batches a data part are fewer than strategy.pipeline={self.ranks}. "
                 f"Set logical_ranks to {self.ranks} × strategy.data or more, or strategy.schedule=gpipe."
             )
+
+
+_LOGGER = logging.getLogger(_PipelineScheduleRuntime.__module__)
+
+
+def interleaved(stages: list[PipelineStage], micro_batches: int, **options: Any) -> _PipelineScheduleRuntime:
+    """Return the schedule of a step; ``stages``: those of this rank; ``options``: those of torch's schedules.
+
+    It does not log an error that ends the step, which torch does with all passes of all ranks; the error is raised.
+    """
+    _LOGGER.setLevel(logging.CRITICAL)
+    if len({*rounds(micro_batches, stages[0].group_size)}) == 1:
+        return ScheduleInterleaved1F1B(stages, micro_batches, **options)  # type: ignore[arg-type]
+    return _Uneven(stages, micro_batches, **options)
+
+
+def rounds(micro_batches: int, ranks: int) -> list[int]:
+    """Return the number of micro-batches of each round, in which a rank computes them stage by stage.
+
+    Each has ``ranks`` or more of them, so that a rank need not wait for another one; the first rounds may have one more
+    than the others.
+    """
+    count = max(1, micro_batches // ranks)
+    least, more = divmod(micro_batches, count)
+    return [least + 1] * more + [least] * (count - more)
+
+
+def passes(rank: int, ranks: int, *, stages: int, micro_batches: int) -> list[_Action]:
+    """Return the passes of a rank that has ``stages`` stages: forward ones, then one of each, then backward ones."""
+    mine = range(rank, ranks * stages, ranks)
+    forward, backward, first = list[_Action](), list[_Action](), 0
+    sizes = rounds(micro_batches, ranks)
+    for size in sizes:
+        numbers, first = range(first, first + size), first + size
+        forward += [_Action(stage, _ComputationType.FORWARD, number) for stage in mine for number in numbers]
+        kind = _ComputationType.FULL_BACKWARD
+        backward += [_Action(stage, kind, number) for stage in reversed(mine) for number in numbers]
+    # until the last rank has the first output, and that output's gradient has come back
+    ahead = min((stages - 1) * sizes[0] + 2 * (ranks - 1 - rank), len(forward))
+    pairs = zip_longest(forward[ahead:], backward)
+    return [*forward[:ahead], *(each for pair in pairs for each in pair if each is not None)]
+
+
+@final
+class _Uneven(_PipelineScheduleRuntime):
+    """Runs :func:`passes` in rounds of different sizes."""
+
+    def __init__(self, stages: list[PipelineStage], micro_batches: int, **options: Any) -> None:
+        super().__init__(stages, micro_batches, **options)  # type: ignore[no-untyped-call]
+        ranks = stages[0].group_size
+        self.pipeline_order = {
+            rank: [*passes(rank, ranks, stages=len(stages), micro_batches=micro_batches)] for rank in range(ranks)
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
+
+Cost = tuple[int, int]  # the heaviest stage, and the sum of squares, which balances the others
+
+
+def balanced(weights: Sequence[int], stages: int) -> list[range]:
+    """Divide ``weights`` into contiguous, nonempty parts so that the heaviest part is as light as possible."""
+
+    @cache
+    def best(start: int, left: int) -> tuple[Cost, tuple[int, ...]]:
+        """Divide the layers from ``start`` on into ``left`` stages; return their cost, and their ends."""
+        if left == 1:
+            return (total := sum(weights[start:]), total**2), (len(weights),)
+        options = []
+        for end in range(start + 1, len(weights) - left + 2):
+            own, ((heaviest, squares), ends) = sum(weights[start:end]), best(end, left - 1)
+            options.append(((max(own, heaviest), own**2 + squares), (end, *ends)))
+        return min(options)
+
+    return [range(*ends) for ends in pairwise((0, *best(0, stages)[1]))]
+
+
+def check_pipelines(recipe: Recipe) -> None:
+    """Raise ConfigError if ``recipe`` does not define what a pipeline needs."""
+    if isinstance(recipe, FeatureRecipe):
+        raise ConfigError(
+            f"the loss of {type(recipe).__name__} needs the features of all logical ranks, and only the last stage of "
+            "a pipeline has those of a micro-batch. Set strategy.pipeline=1."
+        )
+    for method, misses in (
+        ("layers", "is not divided into layers"),
+        ("model_inputs", "does not say what its model takes"),
+    ):
+        if getattr(type(recipe), method) is getattr(Recipe, method):
+            raise ConfigError(f"{type(recipe).__name__} {misses}. Define Recipe.{method}, or set strategy.pipeline=1.")
+    if recipe.remembers or saves_state(recipe):
+        raise ConfigError(
+            f"{type(recipe).__name__} keeps values from step to step, and only the last stage of a pipeline computes "
+            "its loss. Set strategy.pipeline=1."
+        )
+
+
+def stages_of(recipe: Recipe, model: nn.Module, stages: int, split: Sequence[int] | None) -> list[list[nn.Module]]:
+    """Return the layers of each stage, balanced by parameters, or with stages that begin at the layers ``split``.
+
+    Raises:
+        ConfigError: the recipe does not define what a pipeline needs, has too few layers, or ``split`` leaves a stage
+            empty.
+    """
+    check_pipelines(recipe)
+    chain = list(recipe.layers(model))
+    if len(chain) < stages:
+        raise ConfigError(
+            f"{type(recipe).__name__} has {len(chain)} layers, too few for {stages} stages. "
+            "Set a smaller strategy.pipeline or strategy.stages_per_rank, or deepen the model."
+        )
+    if split is None:
+        parts = balanced([sum(own.numel() for own in layer.parameters()) for layer in chain], stages)
+    else:
+        parts = [range(*ends) for ends in pairwise((0, *split, len(chain)))]
+        if not all(parts):
+            raise ConfigError(f"strategy.split={list(split)} leaves a stage empty: there are {len(chain)} layers.")
+    return [[chain[place] for place in part] for part in parts]

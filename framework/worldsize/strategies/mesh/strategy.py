@@ -1,4 +1,4 @@
-"""Data × tensor × pipeline parallelism as a strategy."""
+"""Data × tensor × pipeline parallelism as a strategy, with the cost of a step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, final
 
+from worldsize.collectives.cluster_cost import leaving, link, ring_share, spanned
+from worldsize.collectives.cost import (
+    all_gather_seconds,
+    bubble_share,
+    exposed_seconds,
+    message_seconds,
+    ring_all_reduce_seconds,
+)
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -21,17 +29,20 @@ from worldsize.core import (
     Workload,
     World,
 )
-from worldsize.strategies.alone import alone
+from worldsize.devices import backend_for
 from worldsize.strategies.compiled import refuse_graphs
 from worldsize.strategies.ddp import OnFailure, worker_roles
-from worldsize.strategies.hook_trial import refuse_mixing_hooks
-from worldsize.strategies.mesh.cost import mesh_cost
-from worldsize.strategies.mesh.layout import ORDER, Layout, check_heals, check_order, check_tensor
-from worldsize.strategies.mesh.ownership import Ownership
+from worldsize.strategies.mesh.layout import (
+    ORDER,
+    Layout,
+    Ownership,
+    check_heals,
+    check_order,
+    check_tensor,
+)
 from worldsize.strategies.mesh.parallel import Sharding, check_divides, plan_of
-from worldsize.strategies.mesh.partition import check_pipelines, stages_of
 from worldsize.strategies.mesh.rank import Rank
-from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule
+from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule, check_pipelines, stages_of
 from worldsize.strategies.optimizer_checks import (
     refuse_divided_state,
     refuse_divided_updates,
@@ -39,7 +50,8 @@ from worldsize.strategies.optimizer_checks import (
     refuse_unsent,
 )
 from worldsize.strategies.parameter_changes import refuse_gradient_hooks
-from worldsize.strategies.step_hooks import recipe_hooks
+from worldsize.strategies.step_hooks import recipe_hooks, refuse_mixing_hooks
+from worldsize.strategies.synchronous import alone
 from worldsize.strategies.wrapping import (
     Wrap,
     refuse_divided_matrices,
@@ -200,3 +212,40 @@ class Mesh(Strategy):
         reshard = self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
         sharding = Sharding(self.wrap, self.wrap_parameters, reshard, self.on_failure == "heal")
         return Rank(recipe, context, self.layout(world.size), self._pipeline, sharding, self.reduce).replica()
+
+
+def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches: int, stages: int) -> Cost:
+    """Return the cost of a step of ``micro_batches`` per data-parallel part, in a pipeline of ``stages``.
+
+    Tensor: four all-reduces of a block's output for each micro-batch, inside a node (Shoeybi et al. 2019, arXiv
+    1909.08053, section 3).
+    Pipeline: outputs and their gradients at both edges of a stage.
+    Data: FSDP of the rank's part of the model.
+    The last two use the slowest link that the neighbours on their axis have between them, and share it with those on
+    parallel lines of the axis.
+    """
+    strides = layout.strides
+    held = work.parameter_bytes / (layout.tensor * layout.pipeline)
+    count = micro_batches
+    blocks, near = work.blocks / layout.pipeline, link(cluster, "node")
+    reduced = 4 * blocks * count * work.boundary_bytes
+    passed = 0.0 if layout.pipeline == 1 else 2 * count * work.boundary_bytes
+    # gloo's reduce-scatter is an all-reduce, and does not overlap
+    on_cpu = backend_for(cluster.backend, cluster.device) == "gloo"
+    gathers = (2 if layout.pipeline == 1 else 1) + (2 if on_cpu else 1)
+    waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, layout.tensor, near)
+    if layout.pipeline > 1:
+        between = spanned(cluster, layout.pipeline, strides["pipeline"])
+        waited += 2 * message_seconds(work.boundary_bytes, between) * count
+    along = spanned(cluster, layout.data, strides["data"])
+    along_data = gathers * all_gather_seconds(held, layout.data, along)
+    exposed = waited + exposed_seconds(along_data, 0.0 if on_cpu else work.overlap * work.compute_seconds)
+    sharded = gathers * ring_share(layout.data) * held
+    share = (2 * held + work.optimizer_bytes * held / work.parameter_bytes) / layout.data
+    memory = share + (2 * work.unit_bytes / layout.tensor if layout.data > 1 else 0.0)
+    memory += work.activation_bytes * min(count, layout.pipeline) / (layout.tensor * layout.pipeline)
+    sent = sharded + passed + 2 * ring_share(layout.tensor) * reduced
+    idle = bubble_share(layout.pipeline, count, stages // layout.pipeline)
+    across = sharded * leaving(cluster, layout.data, strides["data"])
+    across += passed * leaving(cluster, layout.pipeline, strides["pipeline"])
+    return Cost(memory, sent, across, waited + along_data, idle, exposed)

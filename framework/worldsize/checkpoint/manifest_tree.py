@@ -1,0 +1,301 @@
+"""Converts a state tree to named tensors and JSON and back, and checks that a checkpoint's manifest is consistent.
+
+The conversion is exact, and without pickle. The checks are needed although digests are verified: whoever can write the
+folder can also forge its digests. They open no file. Their errors raise ValueError, KeyError, TypeError or
+AttributeError.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from worldsize.errors import CheckpointError
+
+_DEEPEST = 100  # nesting of a state; deeper trees are refused, such as those that contain themselves
+
+
+def split(tree: Any) -> tuple[dict[str, Tensor], Any]:
+    """Return all tensors by their path, and the tree as JSON in which each tensor is ``{"$tensor": path}``.
+
+    Raises:
+        CheckpointError: a leaf is neither a tensor nor plain (None, bool, int, float, str; NumPy's numbers become
+            these), or two tensors have the same path.
+    """
+    tensors: dict[str, Tensor] = {}
+    return tensors, _encoded(tree, "", tensors)
+
+
+def join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the tree that :func:`split` converted; ``tensors`` may have any shapes."""
+    if isinstance(value, list):
+        return [join(child, tensors) for child in value]
+    if not isinstance(value, dict):
+        return value
+    match next(iter(value.items()), None):
+        case ("$tensor", name):
+            return tensors[name]
+        case ("$tuple", children):
+            return tuple(join(child, tensors) for child in children)
+        case ("$float", text):
+            return float(text)
+        case ("$items", pairs):
+            return {key: join(child, tensors) for key, child in pairs}
+    return {key: join(child, tensors) for key, child in value.items()}
+
+
+def check_encoded(value: Any, names: Set[str]) -> None:
+    """Check that ``value`` has the form of :func:`split`'s, and refers to each of the tensors ``names`` once.
+
+    Raises:
+        ValueError: the check fails; the message says where and why.
+    """
+    references = list(_references(value, "", 0))
+    if lost := sorted(names - set(references)):
+        raise ValueError(f"the tensor {lost[0]!r} is nowhere in values")
+    if unknown := sorted(set(references) - names):
+        raise ValueError(f"values name the tensor {unknown[0]!r}, which does not exist")
+    if len(references) > len(names):  # a key like 'a/b' can have the same path as another
+        raise ValueError("values name a tensor twice")
+
+
+def _references(node: Any, path: str, depth: int) -> Iterator[str]:
+    """Yield the names of the tensors that an encoded value refers to; each must be at the path that is its name."""
+    if depth > _DEEPEST:
+        raise ValueError(f"values are nested more than {_DEEPEST} deep")
+    for key, child in _children(node, path):
+        yield from _references(child, f"{path}/{key}" if path else str(key), depth + 1)
+    if isinstance(node, dict) and "$tensor" in node:
+        if node["$tensor"] != path:
+            raise ValueError(f"{path!r} in values is said to be the tensor {node['$tensor']!r}")
+        yield path
+
+
+def _children(node: Any, path: str) -> list[tuple[Any, Any]]:
+    """Return the keys and encoded values inside a node; raise ValueError if :func:`split` cannot have written it."""
+    match node:
+        case None | bool() | int() | str():
+            return []
+        case float() if math.isfinite(node):
+            return []
+        case {"$tensor": str()} | {"$float": "inf" | "-inf" | "nan"} if len(node) == 1:
+            return []
+        case list() as children:
+            return list(enumerate(children))
+        case {"$tuple": list() as children} if len(node) == 1:
+            return list(enumerate(children))
+        case {"$items": list() as pairs} if len(node) == 1 and all(map(_is_item, pairs)):
+            return [(key, child) for key, child in pairs]
+        case dict() if not any(key.startswith("$") for key in node):
+            return list(node.items())
+    raise ValueError(f"{path!r} in values is {str(node)[:80]}, which no checkpoint holds")
+
+
+def _is_item(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int)
+
+
+def ordered_like(tree: Any, template: Any) -> Any:
+    """Return ``tree`` with its keys in the order of ``template``; keys that the template lacks come last.
+
+    A manifest sorts its keys, training does not. Code that walks through a state, for example to send it as one buffer,
+    needs the same order before and after a load.
+    """
+    if isinstance(tree, list | tuple) and isinstance(template, list | tuple):
+        parts = [ordered_like(*pair) for pair in zip(tree, template, strict=False)]
+        return type(tree)([*parts, *tree[len(parts) :]])
+    if not isinstance(tree, Mapping) or not isinstance(template, Mapping):
+        return tree
+    keys = [*(key for key in template if key in tree), *(key for key in tree if key not in template)]
+    return {key: ordered_like(tree[key], template.get(key)) for key in keys}
+
+
+def _encoded(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(node, Tensor):
+        if path in tensors:  # only one of the two would be saved
+            raise CheckpointError(f"two tensors of the state are called {path} (keys like 'a/b', or 1 and '1').")
+        tensors[path] = node
+        return {"$tensor": path}
+    if isinstance(node, Mapping):
+        return _mapping(node, path, tensors)
+    if isinstance(node, list):
+        return [_encoded(child, f"{path}/{index}", tensors) for index, child in enumerate(node)]
+    if isinstance(node, tuple):
+        return {"$tuple": [_encoded(child, f"{path}/{index}", tensors) for index, child in enumerate(node)]}
+    if isinstance(node, np.generic):
+        node = _python_value(node)
+    if isinstance(node, float) and not math.isfinite(node):
+        return {"$float": str(node)}
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    raise CheckpointError(
+        f"{path} is a {type(node).__name__}, which a checkpoint cannot hold. "
+        "Keep tensors and plain values (None, bool, int, float, str, and lists, tuples and dicts of them) in the state."
+    )
+
+
+def _python_value(number: np.generic) -> Any:
+    """Return Python's number of the same value; other scalars, such as complex ones, as they are."""
+    value = number.item()
+    return value if isinstance(value, bool | int | float | str) and not isinstance(value, np.generic) else number
+
+
+def _mapping(node: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
+    plain = {_python_value(key) if isinstance(key, np.generic) else key: child for key, child in node.items()}
+    children = {key: _encoded(child, f"{path}/{key}" if path else str(key), tensors) for key, child in plain.items()}
+    if all(isinstance(key, str) and not key.startswith("$") for key in children):
+        return children
+    if all(isinstance(key, str | int) for key in children):
+        return {"$items": [[key, child] for key, child in children.items()]}
+    raise CheckpointError(f"{path} has keys that are neither strings nor integers, which a checkpoint cannot hold.")
+
+
+Box = tuple[tuple[int, int], ...]  # (begin, end) in each dimension
+
+_SHARD = re.compile(r"rank_\d{5,}\.safetensors", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LARGEST = 1 << 63  # bytes of a tensor, or elements of a dimension, that torch cannot represent
+MOST_DIMENSIONS = 64  # of a tensor; torch has the same limit
+_MOST_SPLIT = 8  # dimensions along which one tensor is split; meshes have three or four
+
+
+def check_manifest(manifest: Mapping[str, Any], itemsizes: Mapping[str, int]) -> None:
+    """Check every value of a manifest except its schema version; ``itemsizes``: bytes of an element, by dtype."""
+    check_count(manifest["step"], "step")
+    if check_count(manifest["world_size"], "world_size") == 0:
+        raise ValueError("world_size is 0, and somebody has written it")
+    _check_facts(manifest["facts"])
+    files, tensors = manifest["files"], manifest["tensors"]
+    for name, file in files.items():
+        if not is_shard(name) or not _SHA256.fullmatch(file["sha256"]):
+            raise ValueError(f"file {name!r} has no name or no SHA-256 of a shard")
+        check_count(file["size"], f"size of {name}")
+    for name, tensor in tensors.items():
+        _check_tensor(name, tensor, files, itemsizes)
+    _check_bytes((chunk for tensor in tensors.values() for chunk in tensor["chunks"]), files)
+    if not isinstance(manifest["values"], dict) or manifest["values"].keys() & {"$tensor", "$tuple", "$float"}:
+        raise ValueError("values are no mapping")
+    check_encoded(manifest["values"], tensors.keys())
+
+
+def is_shard(name: str) -> bool:
+    """Return whether a file is named like a rank's shard."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def check_count(number: Any, name: str) -> int:
+    """Return ``number`` if it is an integer of at least 0; raise ValueError, naming it ``name``, if not."""
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{name} is {_short(number)}, which is no count")
+    if number >= _LARGEST:
+        raise ValueError(f"{name} is {_short(number)}, which is too large")
+    return number
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < _LARGEST else f"{value:#x}"
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _check_facts(facts: Any) -> None:
+    """Check the facts that loading and retention read; the others belong to the caller."""
+    if not isinstance(facts, dict):
+        raise ValueError("facts are no mapping")
+    check_count(facts.get("skipped", 0), "skipped")
+    if not isinstance(facts.get("evaluated", True), bool):
+        raise ValueError(f"evaluated is {_short(facts['evaluated'])}, which is neither true nor false")
+    for name, value in facts.get("metrics", {}).items():
+        if type(value) not in (int, float):
+            raise ValueError(f"metric {name!r} is {_short(value)}, which is no number")
+    for name, pairs in facts.get("training_metrics", {}).items():
+        if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
+            raise ValueError(f"training metric {name!r} is {_short(pairs)}, which is no list of sums and counts")
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(each) in (int, float) for each in value)
+
+
+def _check_tensor(name: str, tensor: Mapping[str, Any], files: Mapping[str, Any], itemsizes: Mapping[str, int]) -> None:
+    """Check that every chunk is inside a listed file and the tensor, and that the chunks cover the tensor exactly."""
+    itemsize, shape = itemsizes[tensor["dtype"]], _numbers(tensor["shape"], f"shape of {name}")
+    if len(shape) > MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) * itemsize >= _LARGEST:
+        raise ValueError(f"the shape of {name} is larger than a tensor can be")
+    boxes = []
+    for chunk in tensor["chunks"]:
+        offsets, sizes = (_numbers(chunk[key], f"{key} of a chunk of {name}") for key in ("offsets", "sizes"))
+        box = tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        if any(end > limit for (_, end), limit in zip(box, shape, strict=True)):
+            raise ValueError(f"a chunk of {name} lies outside of its shape")
+        length = check_count(chunk["length"], f"length of a chunk of {name}")
+        begin = check_count(chunk["offset"], f"offset of a chunk of {name}")
+        if length != math.prod(sizes) * itemsize or begin + length > files[chunk["file"]]["size"]:
+            raise ValueError(f"a chunk of {name} does not fit its file")
+        if length and begin % itemsize:
+            raise ValueError(f"a chunk of {name} begins at byte {begin}, where its dtype cannot")
+        boxes.append(box)
+    if not covers_exactly(shape, boxes):
+        raise ValueError(f"the chunks of {name} do not make up its shape: they overlap, or leave a part without values")
+
+
+def _numbers(values: Any, name: str) -> list[int]:
+    if not isinstance(values, list):
+        raise ValueError(f"{name} is {_short(values)}, which is no list")
+    return [check_count(value, name) for value in values]
+
+
+def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Return whether boxes, all within ``shape``, cover each of its elements exactly once.
+
+    A sum of boxes is determined by its mixed difference along all dimensions, to which each box contributes +1 or -1 at
+    every corner (inclusion-exclusion). So the boxes cover the shape if and only if their signed corners add up to those
+    of the shape. That takes time linear in the number of boxes; comparing all pairs of thousands of shards would take
+    minutes. Dimensions that no box splits are left out, since each doubles the number of corners.
+
+    Raises:
+        ValueError: the boxes are split along more than 8 dimensions.
+    """
+    full: Box = tuple((0, size) for size in shape)
+    boxes = [box for box in boxes if all(begin < end for begin, end in box)]
+    if math.prod(shape) == 0:
+        return not boxes
+    split = [dimension for dimension in range(len(shape)) if any(box[dimension] != full[dimension] for box in boxes)]
+    if len(split) > _MOST_SPLIT:
+        raise ValueError(f"a tensor is split along {len(split)} dimensions")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box in boxes:
+        corners.update(_signed_corners([box[dimension] for dimension in split]))
+    corners.subtract(_signed_corners([full[dimension] for dimension in split]))
+    return not any(corners.values())
+
+
+def _signed_corners(box: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], int]:
+    """Map each corner of a non-empty box to -1 if an odd number of its coordinates are ends, otherwise to +1."""
+    sides = product(*[((begin, 1), (end, -1)) for begin, end in box])
+    return {tuple(place for place, _ in corner): math.prod(sign for _, sign in corner) for corner in sides}
+
+
+def _check_bytes(chunks: Iterable[Mapping[str, Any]], files: Mapping[str, Any]) -> None:
+    """Check that the chunks of a file follow each other up to its end, without gaps or overlaps.
+
+    Without the check, a small file could claim to hold a large tensor.
+    """
+    for (file, _, end), (other, begin, _) in pairwise([*sorted(_spans(chunks)), ("", 0, 0)]):
+        after = begin if other == file else files[file]["size"]
+        if end > after:
+            raise ValueError(f"two chunks share bytes of {file}")
+        if end < after:
+            raise ValueError(f"no chunk has the bytes of {file} from {end} to {after}")
+
+
+def _spans(chunks: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, int, int]]:
+    for chunk in chunks:
+        if chunk["length"]:
+            yield chunk["file"], chunk["offset"], chunk["offset"] + chunk["length"]

@@ -1,0 +1,267 @@
+"""Costs of collectives over a cluster whose nodes are joined by slower links, and the peaks of its GPUs.
+
+:func:`axis_tiers` returns the tier of the cluster that each axis of a mesh crosses. The peaks serve to compute a
+model's utilisation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from worldsize.collectives.cost import (
+    Level,
+    all_gather_seconds,
+    all_to_all_seconds,
+    crowded_seconds,
+    divided,
+    message_seconds,
+    ring_all_reduce_seconds,
+    tiered_all_reduce_seconds,
+)
+from worldsize.core import Cluster, ConfigError, Link, Workload
+
+
+def link(cluster: Cluster, tier: str) -> Link:
+    """Return the link of a tier; raise ConfigError if the cluster does not declare it."""
+    if tier not in cluster.links:
+        raise ConfigError(f"cluster={cluster.name} declares no link of tier {tier!r}. Set {_remedy(cluster, tier)}")
+    return cluster.links[tier]
+
+
+def _remedy(cluster: Cluster, tier: str) -> str:
+    if tier in cluster.tiers:
+        return f"cluster.tiers.{tier}={{nodes: {cluster.tiers[tier]}, bandwidth: BYTES_A_SECOND, latency: SECONDS}}."
+    return f"cluster.links.{tier}={{bandwidth: BYTES_A_SECOND, latency: SECONDS}}."
+
+
+def levels(cluster: Cluster) -> list[Level]:
+    """Return the tiers that join ranks, the innermost first, without those that join one member to none."""
+    units = {"node": 1, **cluster.tiers, "network": cluster.nodes}
+    every, below = [], 1
+    for name, nodes in units.items():
+        ranks = nodes * cluster.processes_per_node
+        every.append(Level(name, ranks // below, below))
+        below = ranks
+    return [level for level in every if level.members > 1] or every[:1]
+
+
+def slowest(cluster: Cluster) -> Link:
+    """Return the link that limits a ring over all ranks, one edge of which leaves each node and each rack."""
+    return spanned(cluster, cluster.processes)
+
+
+def spanned(cluster: Cluster, ranks: int, stride: int = 1) -> Link:
+    """Return the link that limits the rings over ``ranks`` that are ``stride`` apart, all of which are busy at once.
+
+    Each ``stride`` rings have consecutive ranks together, which begin at a multiple of their number. Inside a node the
+    link is the node's; between nodes the slowest of those that an edge of a ring uses, whose bandwidth the edges that
+    leave the same node or rack share.
+    """
+    shares = [
+        divided(link(cluster, level.name), crossing)
+        for level in levels(cluster)
+        if level.name != "node" and (crossing := _crossing(cluster, level.ranks, ranks, stride))
+    ]
+    return min(shares, key=_bandwidth, default=None) or link(cluster, "node")
+
+
+def leaving(cluster: Cluster, ranks: int, stride: int = 1) -> int:
+    """Return how many edges of the rings of :func:`spanned` leave a node: of the one with the most of them."""
+    return _crossing(cluster, cluster.processes_per_node, ranks, stride)
+
+
+def _crossing(cluster: Cluster, unit: int, ranks: int, stride: int) -> int:
+    """Return how many edges of rings leave a node, or a rack, of ``unit`` ranks: of the one with the most of them.
+
+    ``stride`` rings make a block of consecutive ranks. Of a block that a unit has in part, each ring that it has in
+    part leaves once; a unit may begin within one block and end within another.
+    """
+    block = ranks * stride
+
+    def cut(part: int) -> int:
+        return min(stride, part, block - part) if ranks > 1 else 0
+
+    most = 0
+    for first in {begin % block for begin in range(0, cluster.processes, unit)}:
+        part = min(unit, block - first)
+        most = max(most, cut(part) + cut((unit - part) % block))
+    return most
+
+
+def _bandwidth(link: Link) -> float:
+    return link.bandwidth
+
+
+def across(cluster: Cluster, ring_bytes: float) -> float:
+    """Return the bytes that leave a node when each rank of a ring over all ranks sends ``ring_bytes``.
+
+    Only one rank of each node sends to another node.
+    """
+    return ring_bytes if cluster.nodes > 1 else 0.0
+
+
+def all_reduce_seconds(payload_bytes: float, cluster: Cluster) -> float:
+    """Return the seconds of a ring all-reduce of ``payload_bytes`` over all ranks."""
+    return ring_all_reduce_seconds(payload_bytes, cluster.processes, slowest(cluster))
+
+
+def all_gather_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
+    """Return the seconds of a ring all-gather over all ranks; a reduce-scatter takes as long.
+
+    ``payload_bytes`` is the size of the gathered result.
+    """
+    return all_gather_seconds(payload_bytes, cluster.processes, slowest(cluster))
+
+
+def exchanged_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
+    """Return the seconds of an all-to-all of shards and an all-gather of their sums.
+
+    Compressed and ordered reductions work like this.
+    """
+    near = link(cluster, "node") if cluster.processes_per_node > 1 else slowest(cluster)
+    ranks = cluster.processes
+    between = [level for level in levels(cluster) if level.name != "node"]
+    own = link(cluster, between[0].name) if between else near
+    parts = [all_to_all_seconds(payload_bytes, cluster.nodes, cluster.processes_per_node, near, own)]
+    for level in between[1:]:
+        leaving = level.ranks * (ranks - level.ranks) * payload_bytes / ranks
+        parts.append(crowded_seconds(leaving, link(cluster, level.name)))
+    return max(parts) + all_gather_all_seconds(payload_bytes, cluster)
+
+
+def exchanged_across_bytes(payload_bytes: float, cluster: Cluster) -> float:
+    """Return the bytes that a node sends to other nodes in the collectives of :func:`exchanged_all_seconds`."""
+    if cluster.nodes == 1:
+        return 0.0
+    each, ranks = cluster.processes_per_node, cluster.processes
+    return (each * (ranks - each) + ranks - 1) * payload_bytes / ranks
+
+
+def served_bytes(
+    payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster, unit: int | None = None
+) -> float:
+    """Return the bytes that cross the busiest link, in one direction, in a push to a sharded parameter server.
+
+    Each client sends each server its shard of the payload (Jiang et al., OSDI 2020, section 3). The ranks of a node
+    share its link; traffic inside a node does not cross it.
+
+    Args:
+        payload_bytes: Bytes that each client sends in all.
+        clients: Global ranks of the clients.
+        shards: Global ranks of the servers, one for each shard.
+        cluster: The cluster.
+        unit: Ranks that share a link: those of a rack, or by default those of a node.
+    """
+    part = payload_bytes / len(shards)
+    if cluster.nodes == 1:
+        return max(payload_bytes, len(clients) * part)
+    size = unit or cluster.processes_per_node
+    at_home, sending = (Counter(rank // size for rank in ranks) for ranks in (shards, clients))
+    leaving = (count * (len(shards) - at_home[node]) for node, count in sending.items())
+    arriving = (count * (len(clients) - sending[node]) for node, count in at_home.items())
+    return part * max(*leaving, *arriving)
+
+
+def served_seconds(payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster) -> float:
+    """Return the seconds in which the slowest link, of a node or of a tier, carries its :func:`served_bytes`."""
+    if cluster.nodes == 1:
+        return message_seconds(served_bytes(payload_bytes, clients, shards, cluster), slowest(cluster))
+    return max(
+        message_seconds(served_bytes(payload_bytes, clients, shards, cluster, level.ranks), link(cluster, level.name))
+        for level in levels(cluster)
+        if level.name != "node"
+    )
+
+
+def by_node_seconds(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> float:
+    """Return the seconds of a hierarchical all-reduce: inside each node, then by tier, then over the network.
+
+    Messages of the last tier have ``smaller`` times their uncompressed size.
+    """
+    if cluster.nodes == 1:
+        return all_reduce_seconds(payload_bytes, cluster)
+    *inner, (top, network) = [(level, link(cluster, level.name)) for level in levels(cluster)]
+    network = replace(network, bandwidth=network.bandwidth / smaller)
+    return tiered_all_reduce_seconds(payload_bytes, [*inner, (top, network)])
+
+
+def by_node_bytes(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> tuple[float, float]:
+    """Return the bytes that a rank sends in such an all-reduce, and those that leave its node."""
+    *inner, top = levels(cluster)
+    sent = leaving = 0.0
+    for level in (*inner, top):
+        part = 2 * ring_share(level.members) * payload_bytes / level.ranks * (smaller if level is top else 1.0)
+        sent += part
+        leaving += 0.0 if level.name == "node" else part * cluster.processes_per_node
+    return sent, leaving
+
+
+def whole_bytes(work: Workload) -> float:
+    """Return the bytes of parameters, gradients, optimizer state and activations if nothing is sharded."""
+    return 2 * work.parameter_bytes + work.optimizer_bytes + work.activation_bytes
+
+
+def ring_share(ranks: int) -> float:
+    """Return (n − 1) / n, the fraction of a payload that each rank sends in an all-gather or reduce-scatter."""
+    return (ranks - 1) / ranks
+
+
+Groups = Mapping[str, Sequence[Sequence[int]]]  # by axis, see Strategy.groups
+
+
+def axis_tiers(cluster: Cluster, groups: Groups) -> dict[str, str]:
+    """Return, by axis, the outermost tier whose links its groups use; axes of one rank are left out."""
+    return {axis: _tier(cluster, lines) for axis, lines in groups.items() if any(len(line) > 1 for line in lines)}
+
+
+def _tier(cluster: Cluster, lines: Sequence[Sequence[int]]) -> str:
+    used = [
+        level.name
+        for level in levels(cluster)
+        if any(len({rank // level.ranks for rank in line}) > 1 for line in lines)
+    ]
+    return used[-1]
+
+
+def crossings_text(cluster: Cluster, groups: Groups) -> str:
+    """Say in a line what each axis of a mesh crosses; "" if there is one axis, or one node."""
+    if cluster.nodes == 1 or len(groups) == 1:
+        return ""
+    return f"mesh: {', '.join(f'{axis} {_place(cluster, tier)}' for axis, tier in axis_tiers(cluster, groups).items())}"
+
+
+def _place(cluster: Cluster, tier: str) -> str:
+    if tier == "network":
+        return f"across {['node', *cluster.tiers][-1]}s"
+    return f"within a {tier}"
+
+
+# Dense operations a second without sparsity, from NVIDIA's data sheets of each product. Names are torch's.
+_PEAKS: Mapping[str, Mapping[str, float]] = {
+    r"H100 NVL|H200 NVL": {"fp32": 60e12, "tf32": 417.5e12, "bf16": 835.5e12, "fp16": 835.5e12, "fp8": 1670.5e12},
+    r"H100 PCIe": {"fp32": 51e12, "tf32": 378e12, "bf16": 756e12, "fp16": 756e12, "fp8": 1513e12},
+    r"H100|H200": {"fp32": 67e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12, "fp8": 1978.9e12},
+    r"B200": {"bf16": 2250e12, "fp16": 2250e12, "fp8": 4500e12},
+    r"A100": {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12},
+    r"L40S": {"fp32": 91.6e12, "tf32": 183e12, "bf16": 362.05e12, "fp16": 362.05e12, "fp8": 733e12},
+    r"L4": {"fp32": 30.3e12, "tf32": 60e12, "bf16": 121e12, "fp16": 121e12, "fp8": 242.5e12},
+    r"A10": {"fp32": 31.2e12, "tf32": 62.5e12, "bf16": 125e12, "fp16": 125e12},
+    r"V100-SXM2": {"fp32": 15.7e12, "fp16": 125e12},
+    r"T4": {"fp32": 8.1e12, "fp16": 65e12},
+}
+
+
+def peak_flops(device: str, precision: str) -> float | None:
+    """Return the dense peak of a GPU in operations a second; None: it, or its peak in ``precision``, is not known.
+
+    Args:
+        device: Name of the GPU as torch gives it, such as "NVIDIA A100-SXM4-80GB".
+        precision: "fp32", "tf32", "bf16", "fp16" or "fp8".
+    """
+    for pattern, peaks in _PEAKS.items():
+        if re.search(rf"\b({pattern})\b", device):
+            return peaks.get(precision)
+    return None

@@ -1,0 +1,147 @@
+"""Gathers sharded tensors in full on rank 0, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from worldsize.collectives.step_timer import receive, send, wait
+from worldsize.core import World
+
+Result = TypeVar("Result")
+_END = -1  # sent instead of the index of a name
+
+
+def use_full(
+    tensors: Mapping[str, Tensor], world: World, use: Callable[[Mapping[str, Tensor]], Result]
+) -> Result | None:
+    """Call ``use`` on rank 0 with a mapping that gathers each tensor in full, from all ranks, when it is accessed.
+
+    No rank holds more than one full tensor besides those that ``use`` keeps. All ranks must call it with the same
+    names. A tensor, of any shape, may be a DTensor; one on the meta device is held by other ranks.
+
+    Returns:
+        The result of ``use`` on rank 0; None on the others.
+    """
+    names = sorted(tensors)
+    sources = _sources([tensors[name] for name in names], world)
+    if world.rank == 0:
+        full = _GatherOnAccess(names, lambda place: _full(tensors[names[place]].detach(), sources[place], world), world)
+        try:
+            return use(full)
+        finally:
+            full.close()
+    while (place := _broadcast(_END, world)) != _END:
+        _full(tensors[names[place]].detach(), sources[place], world)
+    return None
+
+
+def gather_full(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Return all of ``tensors``, in full shape, on rank 0 and an empty dict on the others; all ranks must call it."""
+    return use_full(tensors, world, dict) or {}
+
+
+@final
+class _GatherOnAccess(Mapping[str, Tensor]):
+    """Gathers a tensor whenever it is accessed; rank 0 broadcasts its index among the names to the other ranks."""
+
+    def __init__(self, names: Sequence[str], gather: Callable[[int], Tensor], world: World) -> None:
+        self._places = {name: place for place, name in enumerate(names)}
+        self._gather, self._world = gather, world
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._gather(_broadcast(self._places[name], self._world))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def close(self) -> None:
+        """Release the other ranks from their loop."""
+        _broadcast(_END, self._world)
+
+
+def _broadcast(place: int, world: World) -> int:
+    """Return rank 0's value of ``place``."""
+    if world.group is None:
+        return place
+    sent = torch.tensor(place, device=world.device)
+    dist.broadcast(sent, group=world.group, group_src=0)
+    return int(sent.item())
+
+
+def _sources(tensors: Sequence[Tensor], world: World) -> list[int]:
+    """Return the lowest rank that holds each tensor."""
+    lowest = torch.tensor([world.size if tensor.is_meta else world.rank for tensor in tensors], device=world.device)
+    if world.group is not None:
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=world.group)
+    ranks: list[int] = lowest.tolist()
+    return ranks
+
+
+def _full(tensor: Tensor, source: int, world: World) -> Tensor:
+    if isinstance(tensor, DTensor):
+        tensor = whole(tensor)
+    if source == 0 or world.group is None:
+        return tensor
+    if world.rank == source:
+        send(tensor.contiguous(), world.group, to=0)
+    elif world.rank == 0:
+        tensor = torch.empty_like(tensor, device=world.device)
+        receive(tensor, world.group, source=source)
+    return tensor
+
+
+def whole(tensor: DTensor) -> Tensor:
+    """Gather a tensor of any shape in full on all ranks of its mesh."""
+    own, steps = tensor.to_local(), _steps(tensor)
+    if steps is None:
+        placements = list(tensor.placements)
+        for axis in range(len(placements)):  # one at a time: torch warns if it has to choose the order of several
+            placements[axis] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+        return tensor.to_local()
+    for axis, dimension, size in steps:
+        own = _concatenated(own, dimension, size, tensor.device_mesh.get_group(axis))
+    return own
+
+
+def _steps(tensor: DTensor) -> list[tuple[int, int, int]] | None:
+    """Return the axes along which to gather, with the dimension of each and its size; None: leave it to torch.
+
+    An axis of a mesh that shards what a later axis has sharded (FSDP and tensor parallelism) comes first.
+    """
+    steps: list[tuple[int, int, int]] = []
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):
+            size, rest = divmod(tensor.shape[placement.dim], int(placement.split_factor))
+            if rest:
+                return None
+            steps.append((axis, placement.dim, size))
+        elif isinstance(placement, Shard):
+            if any(each == placement for each in tensor.placements[:axis]):
+                return None
+            steps.append((axis, placement.dim, tensor.shape[placement.dim]))
+        elif not placement.is_replicate():
+            return None
+    return steps
+
+
+def _concatenated(own: Tensor, dimension: int, size: int, group: ProcessGroup) -> Tensor:
+    """Gather the parts of ranks along a dimension, with a wait that ends when the gang does; a DTensor's does not."""
+    first = own.movedim(dimension, 0)
+    rows = -(-size // group.size())
+    padded = first.new_zeros(rows, *first.shape[1:])
+    padded[: len(first)] = first
+    full = first.new_empty(group.size() * rows, *first.shape[1:])
+    wait(dist.all_gather_into_tensor(full, padded, group=group, async_op=True))
+    return full[:size].movedim(0, dimension).contiguous()

@@ -1,0 +1,99 @@
+"""Overlaps the reductions of different buckets, each of which consists of several collectives.
+
+Collectives of one group must start in the same order on every rank, so none is started from a callback. A reduction is
+a generator that yields while its collective is in flight; all of them advance together when the next bucket is added.
+On a GPU they run on a side stream, so that the backward pass does not wait for them.
+
+:class:`Summation` is the contract of sums over ranks that send fewer bytes than the numbers have.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.futures import Future
+
+Phases = Generator[None, None, Tensor]
+
+
+def finished(phases: Phases) -> Tensor:
+    """Run a reduction to its end and return its result, of any shape."""
+    while True:
+        try:
+            next(phases)
+        except StopIteration as end:
+            result: Tensor = end.value
+            return result
+
+
+@final
+class Staged:
+    """The buckets of one backward pass whose reductions are in flight."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._flights: list[_Flight] = []
+
+    def add(self, buffer: Tensor, phases: Phases, *, last: bool) -> Future[Tensor]:
+        """Start to reduce ``buffer``, of shape (n,), in place, and advance all other reductions by one collective.
+
+        With ``last``, finish all of them.
+        """
+        with self._beside():
+            self._advance()
+            self._flights.append(flight := _Flight(buffer, phases))
+            flight.advance()
+            while last and self._flights:
+                self._advance()
+        return flight.future
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """Compute on the side stream after the queued work of the current one; the future joins them again."""
+        if self._side is None:
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._side)
+
+    def _advance(self) -> None:
+        self._flights = [flight for flight in self._flights if flight.advance()]
+
+
+@final
+class _Flight:
+    def __init__(self, buffer: Tensor, phases: Phases) -> None:
+        self._buffer, self._phases = buffer, phases
+        self.future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+
+    def advance(self) -> bool:
+        """Advance to the next collective; return whether there is one."""
+        try:
+            next(self._phases)
+        except StopIteration as end:
+            self.future.set_result(self._buffer if end.value is self._buffer else self._buffer.copy_(end.value))
+            return False
+        return True
+
+
+class Summation(ABC):
+    """Sums a tensor over ranks, approximately; what a message leaves out may be added to the next one."""
+
+    keeps_errors = False  # whether it needs a memory for what its messages leave out (error feedback)
+
+    @abstractmethod
+    def total(self, flat_n: Tensor, group: ProcessGroup, *, error_n: Tensor | None, seed: int) -> Phases:
+        """Sum a tensor over the ranks of ``group``; all of them get the same bits.
+
+        Args:
+            flat_n: the numbers of this rank, of shape (n,). Its memory may be reused for the result.
+            group: the ranks that take part.
+            error_n: what earlier messages of this rank left out, float32 (n,), updated in place; None without
+                ``keeps_errors``.
+            seed: the seed of all random choices, which is the same on all ranks.
+        """

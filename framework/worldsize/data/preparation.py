@@ -1,0 +1,288 @@
+"""Makes a folder of token shards of text, once, before a run.
+
+The input is cut into pieces, processes tokenise them, and a manifest seals the folder. The pieces lie in a folder of
+their own until all are finished. The finished pieces of a killed run stay, and the next run resumes from there; so the
+resulting bytes do not depend on processes and kills.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, final
+
+from filelock import FileLock, Timeout
+
+from worldsize.data.texts import Encoder, TextFormat, Tokenizer, dtype_of, input_files
+from worldsize.data.token_shards import (
+    MANIFEST,
+    Made,
+    Piece,
+    listed_sizes,
+    make,
+    pieces_of,
+    sha256_of,
+    write_json,
+)
+from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.world.processes import die_with_parent
+
+_SCHEMA = 1
+_PIECES = ".pieces"
+_REQUEST = "request.json"
+_LOCK = ".lock"
+OnError = Literal["stop", "skip"]
+Progress = Callable[[int, int], None]  # bytes of the input that are done, and of all
+
+
+@final
+@dataclass(frozen=True)
+class Preparation:
+    """Describes what is made of which text.
+
+    Attributes:
+        inputs: Files and folders.
+        tokenizer: What makes the tokens.
+        form: Where documents are in the files.
+        shard_bytes: Text of a shard, in bytes: a shard has at most about as many tokens.
+        on_error: Whether a document that cannot be read ends the preparation or is left out and counted.
+    """
+
+    inputs: Sequence[Path]
+    tokenizer: Tokenizer
+    form: TextFormat = field(default_factory=TextFormat)
+    shard_bytes: int = 64 << 20
+    on_error: OnError = "stop"
+
+    def write(self, folder: Path, *, processes: int, progress: Progress = lambda done, total: None) -> dict[str, Any]:
+        """Make the shards in ``folder``, and return the manifest.
+
+        If they are there already, nothing is done.
+
+        Raises:
+            ConfigError: the folder has other shards, or an input or the tokenizer is not there.
+            WorldsizeError: a document cannot be read, or another process prepares the folder.
+        """
+        encoder, files = self.tokenizer.encoder(), input_files(self.inputs)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be made: {error.strerror}. Name another folder.") from None
+        with _locked(folder):
+            with _pool(processes, self.tokenizer) as pool:
+                digests = dict(zip(files, pool.map(sha256_of, files.values()), strict=True))
+                request = self._request(encoder, files, digests)
+                done = _finished(folder, request, self.on_error)
+                if done is not None:
+                    return done
+                work = _begun(folder, request)
+                pieces = list(pieces_of(files.values(), self.form, work, size=self.shard_bytes))
+                _make_all(pieces, partial(_make, form=self.form), self.on_error, pool, progress)
+            return _sealed(folder, pieces, request, encoder)
+
+    def _request(self, encoder: Encoder, files: Mapping[str, Path], digests: Mapping[str, str]) -> dict[str, Any]:
+        """Return all that decides the bytes of the shards, as the manifest has it."""
+        return {
+            "schema": _SCHEMA,
+            "tokenizer": {**asdict(self.tokenizer), "sha256": encoder.sha256, "vocabulary": encoder.vocabulary},
+            "format": asdict(self.form),
+            "shard_bytes": self.shard_bytes,
+            "inputs": [
+                {"name": name, "bytes": path.stat().st_size, "sha256": digests[name]} for name, path in files.items()
+            ],
+        }
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        with FileLock(folder / _LOCK, timeout=0):
+            yield
+    except Timeout:
+        raise WorldsizeError(f"another process prepares {folder}. Wait for its end, or name another folder.") from None
+
+
+# ---------------------------------------------------------------- what a folder has already
+
+
+def _finished(folder: Path, request: Mapping[str, Any], on_error: OnError) -> dict[str, Any] | None:
+    """Return the manifest of a folder that has just these shards; None: it has none.
+
+    Raises:
+        ConfigError: it has other ones, or not all of them.
+    """
+    if not (folder / MANIFEST).exists():
+        return None
+    manifest = _read(folder / MANIFEST)
+    _check_same(folder, {key: manifest.get(key) for key in request}, request)
+    try:
+        sizes, skipped = listed_sizes(manifest), int(manifest["skipped"])
+    except (ValueError, KeyError, TypeError):
+        raise _damaged(folder / MANIFEST) from None
+    for name, size in sizes.items():
+        present = (folder / name).stat().st_size if (folder / name).is_file() else 0
+        if present != size:
+            raise ConfigError(
+                f"{folder / name} has {present:,} bytes, and {size:,} were written. Bring that file back, or remove "
+                f"{folder} and prepare it anew."
+            )
+    if skipped and on_error == "stop":
+        raise ConfigError(
+            f"{folder} was prepared with --on-error skip, which left out {skipped:,} documents. Give --on-error skip "
+            "as well, or name another folder."
+        )
+    shutil.rmtree(folder / _PIECES, ignore_errors=True)  # of a run that was killed after its manifest
+    return manifest
+
+
+def _begun(folder: Path, request: Mapping[str, Any]) -> Path:
+    """Return the folder of pieces, begun by this request or by the same one before."""
+    work = folder / _PIECES
+    if (work / _REQUEST).exists():
+        _check_same(folder, _read(work / _REQUEST), request)
+        return work
+    if others := sorted(path.name for path in folder.iterdir() if path.name not in (_LOCK, _PIECES)):
+        raise ConfigError(f"{folder} has other files ({others[0]}); nothing was changed. Name a new folder.")
+    work.mkdir(exist_ok=True)
+    write_json(work / _REQUEST, request)
+    return work
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        raise _damaged(path) from None
+    if not isinstance(content, dict):
+        raise _damaged(path)
+    return content
+
+
+def _damaged(path: Path) -> ConfigError:
+    return ConfigError(f"{path} is damaged; nothing was changed. Remove the folder, and prepare it anew.")
+
+
+def _check_same(folder: Path, there: Mapping[str, Any], request: Mapping[str, Any]) -> None:
+    if differing := [key for key in request if there.get(key) != request[key]]:
+        raise ConfigError(
+            f"{folder} has token shards of another {' and '.join(differing)}; nothing was changed. "
+            "Name another folder, or remove that one."
+        )
+
+
+# ---------------------------------------------------------------- the work
+
+
+_encoder: Encoder | None = None  # of this process, which loads it once
+
+
+def _pool(processes: int, tokenizer: Tokenizer) -> ProcessPoolExecutor:
+    context = get_context("fork")
+    return ProcessPoolExecutor(processes, context, _begin_process, (os.getpid(), tokenizer))
+
+
+def _begin_process(parent: int, tokenizer: Tokenizer) -> None:
+    global _encoder
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # it ends without a traceback
+    _encoder = tokenizer.encoder()
+
+
+def _make(piece: Piece, on_error: OnError, form: TextFormat) -> None:
+    assert _encoder is not None, "each process of the pool begins with it"
+    make(piece, _encoder, form, on_error=on_error)
+
+
+def _make_all(
+    pieces: Sequence[Piece],
+    work: Callable[[Piece, OnError], None],
+    on_error: OnError,
+    pool: ProcessPoolExecutor,
+    progress: Progress,
+) -> None:
+    missing = [piece for piece in pieces if not _is_made(piece, on_error)]
+    total = sum(piece.size for piece in pieces)
+    done = total - sum(piece.size for piece in missing)
+    progress(done, total)
+    futures = {pool.submit(work, piece, on_error): piece for piece in missing}
+    try:
+        for future in as_completed(futures):
+            future.result()
+            done += futures[future].size
+            progress(done, total)
+    except BrokenProcessPool:
+        raise WorldsizeError(
+            "a process that tokenises was killed, perhaps since memory is short. Run the command again: it goes on "
+            "where it was; fewer --processes need less memory."
+        ) from None
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _is_made(piece: Piece, on_error: OnError) -> bool:
+    """Return whether a piece is finished; one that leaves documents out is not if these are to stop the preparation."""
+    made = piece.made()
+    return made is not None and not (made.skipped and on_error == "stop")
+
+
+def _sealed(folder: Path, pieces: Sequence[Piece], request: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
+    """Give the pieces that have tokens their places as shards, and write the manifest.
+
+    A piece that lies in its place already was put there by a run that was killed.
+    """
+    made = {piece: facts for piece in pieces if (facts := piece.made())}
+    filled = [(piece, facts) for piece, facts in made.items() if facts.tokens]
+    if not filled:
+        raise WorldsizeError(f"no document has any text: {_counts(made.values())}. Check --field and the input.")
+    shards = [_placed(folder, number, piece, facts) for number, (piece, facts) in enumerate(filled)]
+    dtype = dtype_of(encoder.vocabulary).name
+    manifest = {
+        **request,
+        "dtype": dtype,
+        "tokens": sum(facts.tokens for facts in made.values()),
+        "documents": sum(facts.documents for facts in made.values()),
+        "empty": sum(facts.empty for facts in made.values()),
+        "skipped": sum(facts.skipped for facts in made.values()),
+        "bad": [text for facts in made.values() for text in facts.bad][:100],
+        "shards": shards,
+        "sha256": hashlib.sha256(json.dumps([dtype, shards]).encode()).hexdigest(),
+    }
+    write_json(folder / MANIFEST, manifest)
+    shutil.rmtree(folder / _PIECES)
+    return manifest
+
+
+def _placed(folder: Path, number: int, piece: Piece, facts: Made) -> dict[str, Any]:
+    places = {piece.tokens: f"tokens_{number:05d}.npy", piece.documents: f"documents_{number:05d}.npy"}
+    for path, name in places.items():
+        if path.exists():
+            path.replace(folder / name)
+    file, documents = places.values()
+    if missing := [name for name in places.values() if not (folder / name).exists()]:
+        raise WorldsizeError(f"{folder / missing[0]} was made, and is gone. Remove {folder}, and prepare it anew.")
+    return {
+        "file": file,
+        "tokens": facts.tokens,
+        "bytes": (folder / file).stat().st_size,
+        "sha256": facts.sha256,
+        "documents_file": documents,
+        "documents": facts.documents,
+        "documents_sha256": facts.documents_sha256,
+    }
+
+
+def _counts(made: Any) -> str:
+    empty, skipped = sum(facts.empty for facts in made), sum(facts.skipped for facts in made)
+    return f"{empty:,} are empty, {skipped:,} cannot be read"

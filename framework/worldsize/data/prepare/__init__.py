@@ -1,1 +1,0 @@
-"""Makes token shards of text, once, before a run."""

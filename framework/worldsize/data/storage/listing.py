@@ -1,0 +1,287 @@
+"""Finds the files that a path, a pattern or a URL names, and lists folders of many files.
+
+The names in a :class:`Folder` are kept in an index, so that no process has to list it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.data.storage.byte_files import (
+    COUNTS,
+    ByteFile,
+    LocalFile,
+    SampleError,
+    reason_of,
+    without_secrets,
+)
+from worldsize.data.storage.cache import Cache, RemoteFile, RemoteSystem, version
+from worldsize.errors import ConfigError, WorldsizeError
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+
+def open_files(paths: str | Sequence[str], cache: Cache, *, endings: Sequence[str] = ("",)) -> list[ByteFile]:
+    """Return the files that ``paths`` name, those of a folder or a pattern in the order of their names.
+
+    Args:
+        paths: one or several files, folders, or patterns such as ``books-*.jsonl`` and ``books-{000..031}.tar``: paths
+            of this machine, or URLs of any file system that fsspec knows.
+        cache: keeps what is read of URLs.
+        endings: of the names that count in a folder, such as ``.jsonl``.
+
+    Raises:
+        ConfigError: there is no such file, or no access to it.
+    """
+    named = [paths] if isinstance(paths, str) else paths
+    if not named:
+        raise ConfigError("data.path is an empty list. Name a file, a folder or a pattern.")
+    return [file for path in named for each in expanded(path) for file in _files_of(each, cache, tuple(endings))]
+
+
+def is_url(path: str) -> bool:
+    """Return whether ``path`` is a URL of other than this machine's file system."""
+    return "://" in path and not path.startswith("file://")
+
+
+def local_path(path: str) -> Path:
+    """Return the absolute path of a file or folder of this machine, which may be given as a ``file://`` URL.
+
+    Raises:
+        ConfigError: the path is empty, or begins with an unknown user.
+    """
+    if not (plain := path.removeprefix("file://")):
+        raise ConfigError("data.path is empty. Name a file, a folder or a pattern.")
+    try:
+        return Path(plain).expanduser().absolute()
+    except RuntimeError as error:  # ~USER
+        raise unopened(path, str(error)) from None
+
+
+def expanded(path: str) -> Iterator[str]:
+    """Yield what a path with a range of numbers in braces stands for, such as ``{000..031}``.
+
+    Raises:
+        ConfigError: a range counts down.
+    """
+    match = _RANGE.search(path)
+    if match is None or (not is_url(path) and os.path.lexists(local_path(path))):
+        yield path
+        return
+    first, last = int(match[1]), int(match[2])
+    if first > last:
+        raise ConfigError(
+            f"{without_secrets(path)}: the range {match[0]} counts down, and names no file. "
+            f"Write {{{match[2]}..{match[1]}}}."
+        )
+    for number in range(first, last + 1):
+        yield from expanded(path[: match.start()] + str(number).zfill(len(match[1])) + path[match.end() :])
+
+
+def _files_of(path: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[ByteFile]:
+    try:
+        files = _remote_files(path, cache, endings) if is_url(path) else _local_files(local_path(path), endings)
+    except (OSError, ValueError) as error:  # ValueError: a pattern such as a**b
+        raise unopened(path, reason_of(error)) from None
+    if not files:
+        inside = "" if endings == ("",) else f", or no file in it that ends with {' or '.join(endings)}"
+        raise ConfigError(f"{without_secrets(path)}: there is no such file{inside}. Check the path of the data.")
+    return files
+
+
+def unopened(path: str, reason: str) -> ConfigError:
+    """Return the error of a path or URL that cannot be opened."""
+    return ConfigError(
+        f"{without_secrets(path)}: it cannot be opened: {reason.rstrip('.')}. Check the path of the data."
+    )
+
+
+def _local_files(path: Path, endings: tuple[str, ...]) -> Sequence[ByteFile]:
+    if path.is_file():
+        return [LocalFile(path)]
+    if path.is_dir():
+        inside = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+        return [LocalFile(name) for name in sorted(inside) if name.name.endswith(endings)]
+    anchor = Path(path.anchor)
+    return [LocalFile(name) for name in sorted(anchor.glob(str(path.relative_to(anchor)))) if name.is_file()]
+
+
+def _remote_files(url: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[ByteFile]:
+    opened, path = open_system(url)
+    system = opened.here()
+    try:
+        if "*" in path:
+            infos = {name: facts for name, facts in system.glob(path, detail=True).items() if _is_file(facts)}
+        elif path.endswith("/") or (facts := system.info(path))["type"] == "directory":
+            listed = system.find(path, detail=True)
+            infos = {name: facts for name, facts in listed.items() if name.endswith(endings)}
+        else:
+            infos = {path: facts}
+        for name, facts in infos.items():
+            if facts.get("size") is None or not version(facts):  # some lists lack what a file's own description has
+                infos[name] = system.info(name)
+        return [RemoteFile(opened, name, infos[name], cache) for name in sorted(infos, key=_parts)]
+    except ConfigError:
+        raise
+    except Exception as error:  # each file system has errors of its own
+        raise unopened(url, reason_of(error)) from None
+
+
+def _is_file(facts: Mapping[str, Any]) -> bool:
+    return bool(facts["type"] != "directory")
+
+
+def _parts(name: str) -> list[str]:
+    """Return what a name is sorted by, so that a copied folder has the order of the one here."""
+    return name.split("/")
+
+
+def open_system(url: str) -> tuple[RemoteSystem, str]:
+    """Return the file system of fsspec that a URL is of, and the path in it.
+
+    Raises:
+        ConfigError: there is none, or what it needs is not installed.
+    """
+    import fsspec  # it takes a tenth of a second, and only URLs need it
+
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+    except Exception as error:  # also of the library that a file system needs
+        raise unopened(url, reason_of(error)) from None
+    return RemoteSystem(system), str(path)
+
+
+class Folder(ByteFile):
+    """A folder that stands for the files in it, but not for those in folders below it.
+
+    Its stamp changes when files come and go.
+    """
+
+    size = 0
+
+    def _read(self, start: int, stop: int) -> bytes:
+        raise IsADirectoryError(0, "it is a folder")
+
+    @abstractmethod
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Yield the name of each file and its bytes, in the order of the names."""
+
+    @abstractmethod
+    def content(self, name: str, size: int) -> bytes:
+        """Read a whole file of the folder, which had ``size`` bytes when it was indexed.
+
+        Raises:
+            SampleError: it is not there, or has another size.
+        """
+
+
+@final
+class LocalFolder(Folder):
+    """A folder of this machine, whose time of change is its stamp."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.name = path, str(path)
+        self.stamp = str(path.stat().st_mtime_ns)
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        for path in sorted(self._path.iterdir()):
+            if path.is_file():
+                yield path.name, path.stat().st_size
+
+    def content(self, name: str, size: int) -> bytes:
+        try:
+            with open(f"{self.name}/{name}", "rb", buffering=0) as file:  # noqa: PTH123  # a Path takes longer than to read
+                data = file.read(size + 1)
+        except OSError as error:
+            raise SampleError(f"{self.name}/{name}, byte 0: it cannot be read: {error.strerror}.") from None
+        if len(data) != size:
+            changed = "longer" if len(data) > size else "shorter"
+            raise SampleError(
+                f"{self.name}/{name}, byte {min(size, len(data))}: it is {changed} than the {size:,} bytes that it had "
+                "when the folder was indexed. Bring it back, or touch its folder."
+            )
+        COUNTS.read += size
+        return data
+
+
+@final
+class RemoteFolder(Folder):
+    """A folder of another machine, whose stamp is a digest of its list of files.
+
+    Args:
+        facts: what the file system says of each file; not kept, since there may be many.
+    """
+
+    def __init__(self, system: RemoteSystem, path: str, facts: Sequence[Mapping[str, Any]], cache: Cache) -> None:
+        self._system, self._path, self._cache = system, path.rstrip("/"), cache
+        self.name = without_secrets(system.here().unstrip_protocol(self._path))
+        described = "".join(sorted(f"{each['name']} {each.get('size')} {version(each)}\n" for each in facts))
+        self.stamp = hashlib.sha256(described.encode()).hexdigest()
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        system = self._system.here()
+        listed = system.ls(self._path, detail=True)
+        system.invalidate_cache()  # it would remember all folders
+        for each in sorted(listed, key=lambda each: str(each["name"])):
+            if each["type"] == "file":
+                size = each["size"] if each.get("size") is not None else system.info(each["name"])["size"]
+                yield each["name"].rpartition("/")[2], int(size)
+
+    def content(self, name: str, size: int) -> bytes:
+        facts = {"size": size, "ETag": self.stamp}
+        return RemoteFile(self._system, f"{self._path}/{name}", facts, self._cache).read(0, size)
+
+
+def walk(path: str, cache: Cache) -> Iterator[tuple[Folder, tuple[str, ...]]]:
+    """Yield the folder ``path`` and all below it, each with the names that lead to it, in their order.
+
+    Hidden folders, whose names begin with a dot, are left out.
+
+    Raises:
+        ConfigError: there is no such folder, or no access to it.
+    """
+    try:
+        yield from _remote_folders(path, cache) if is_url(path) else _local_folders(local_path(path))
+    except WorldsizeError:
+        raise
+    except Exception as error:  # each file system has errors of its own
+        raise unopened(path, reason_of(error)) from None
+
+
+def _local_folders(root: Path) -> Iterator[tuple[Folder, tuple[str, ...]]]:
+    seen = set()
+    if not root.is_dir():
+        raise unopened(str(root), "there is no such folder")
+    for name, folders, _ in os.walk(root, followlinks=True):
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
+        path = Path(name)
+        if (real := path.resolve()) in seen:  # a link that leads back
+            folders.clear()
+            continue
+        seen.add(real)
+        yield LocalFolder(path), path.relative_to(root).parts
+
+
+def _remote_folders(url: str, cache: Cache) -> Iterator[tuple[Folder, tuple[str, ...]]]:
+    opened, root = open_system(url)
+    system = opened.here()
+
+    def below(path: str, parts: tuple[str, ...]) -> Iterator[tuple[Folder, tuple[str, ...]]]:
+        listed = system.ls(path, detail=True)
+        system.invalidate_cache()
+        yield RemoteFolder(opened, path, [each for each in listed if each["type"] == "file"], cache), parts
+        folders = {each["name"].rstrip("/").rpartition("/")[2]: each["name"] for each in listed if is_below(each, path)}
+        for name in sorted(folders):
+            if not name.startswith("."):
+                yield from below(folders[name], (*parts, name))
+
+    def is_below(each: Mapping[str, Any], path: str) -> bool:
+        return bool(each["type"] == "directory" and each["name"].rstrip("/") != path.rstrip("/"))
+
+    yield from below(root, ())

@@ -1,0 +1,256 @@
+"""Reads an iterable endlessly, and saves and restores its position.
+
+The states of foreign iterables and of recipes are written as JSON, in which values of types that JSON lacks carry a
+tag. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Protocol, final, runtime_checkable
+
+import numpy
+import torch
+from torch import Tensor
+
+from worldsize.checkpoint.safetensors import DTYPES
+from worldsize.core import ConfigError, StatefulStream
+from worldsize.errors import CheckpointError
+from worldsize.strict_json import parse
+
+
+@runtime_checkable
+class _StatefulIterator(Protocol):
+    """An iterator with a state, as Grain's ``DatasetIterator``."""
+
+    def get_state(self) -> Any: ...
+
+    def set_state(self, state: Any) -> None: ...
+
+
+@final
+class EndlessReader:
+    """The samples of an iterable, which begins again at its end.
+
+    Args:
+        begin: Returns the iterable for one more pass, given the number of the pass, from 0. It seeds the random numbers
+            that the iterable draws when it begins, such as those for its order.
+    """
+
+    def __init__(self, begin: Callable[[int], Iterable[Any]]) -> None:
+        self._begin = begin
+        self._current: tuple[Iterable[Any], Iterator[Any]] | None = None
+        self._passes = 0  # that have ended
+        self._taken = 0  # samples of the pass at hand
+
+    def take(self, count: int) -> list[Any]:
+        """Return the next ``count`` samples."""
+        samples: list[Any] = []
+        while len(samples) < count:
+            if self._current is None:
+                iterable = self._begin(self._passes)
+                self._current = iterable, iter(iterable)
+            before = len(samples)
+            samples.extend(islice(self._current[1], count - before))
+            self._taken += len(samples) - before
+            if len(samples) < count:
+                self._end_pass()
+        return samples
+
+    def _end_pass(self) -> None:
+        if self._taken == 0 and self._passes == 0:
+            raise ConfigError("the training stream is empty. Check the data path of the recipe.")
+        if self._taken == 0:
+            raise ConfigError(
+                "the training stream cannot begin again: it has no samples after its end. "
+                "Return an object whose __iter__ begins anew each time, and no generator."
+            )
+        self._current, self._taken = None, 0
+        self._passes += 1
+
+    @property
+    def passes(self) -> int:
+        """Passes that have ended."""
+        return self._passes
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the iterable has a state that can be saved; this is known once the first sample was taken."""
+        return self._current is not None and _state_holder(*self._current) is not None
+
+    def state(self) -> bytes:
+        """Return the position after the last sample that was taken, as bytes for :meth:`restore`.
+
+        Raises:
+            ConfigError: the state of the iterable has something that cannot be saved.
+        """
+        assert self._current is not None
+        holder = _state_holder(*self._current)
+        state = holder.get_state() if isinstance(holder, _StatefulIterator) else holder and holder.state_dict()
+        return encode({"passes": self._passes, "samples": self._taken, "state": state})
+
+    def restore(self, data: bytes) -> None:
+        """Continue after the sample at which :meth:`state` was called, perhaps in another process.
+
+        Raises:
+            ConfigError: the iterable cannot use the state.
+        """
+        saved = decode(data)
+        self._passes, self._taken = saved["passes"], saved["samples"]
+        iterable = self._begin(self._passes)
+        try:
+            self._current = iterable, _begun_at(iterable, saved["state"])
+        except Exception as error:  # any: the library's own, for which the remedy is the same
+            raise ConfigError(
+                f"the training stream cannot go on where the checkpoint was saved ({type(error).__name__}: {error}). "
+                "Resume with the stream of then, or read it again from its start with --ignore streams."
+            ) from error
+
+
+def _state_holder(iterable: Iterable[Any], iterator: Iterator[Any]) -> StatefulStream | _StatefulIterator | None:
+    for each in (iterable, iterator):
+        if isinstance(each, StatefulStream):
+            return each
+    return iterator if isinstance(iterator, _StatefulIterator) else None
+
+
+def _begun_at(iterable: Iterable[Any], state: Any) -> Iterator[Any]:
+    if isinstance(iterable, StatefulStream):
+        iterable.load_state_dict(state)
+        return iter(iterable)
+    iterator = iter(iterable)
+    match _state_holder(iterable, iterator):
+        case StatefulStream() as holder:
+            holder.load_state_dict(state)
+        case _StatefulIterator() as holder:
+            holder.set_state(state)
+        case _:
+            raise TypeError(f"{type(iterable).__name__} has no load_state_dict")
+    return iterator
+
+
+_STREAM = "the training stream"
+_DEEPEST = 100  # levels of a state
+_LARGEST = 1 << 30  # bytes of a state
+_KINDS = "biufcSUmM"  # of NumPy's dtypes: all that are no references to Python's objects
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_HELD = (
+    "A state is made of None, bool, int, float, str, bytes, tensors, NumPy arrays and scalars, and of dicts, lists, "
+    "tuples and sets of these."
+)
+
+
+def encode(state: Any, what: str = _STREAM) -> bytes:
+    """Write ``state`` as bytes, which :func:`decode` reads; ``what`` names its owner in messages.
+
+    Raises:
+        ConfigError: it has something that cannot be written; the message names its place and type.
+    """
+    try:
+        return json.dumps(_encoded(state, "state", 0), allow_nan=False, separators=(",", ":")).encode()
+    except _RefusedError as refused:
+        raise ConfigError(f"{what}'s state {refused} {_HELD}") from None
+
+
+def decode(data: bytes, what: str = _STREAM) -> Any:
+    """Read what :func:`encode` has written.
+
+    Raises:
+        CheckpointError: the bytes are something else.
+    """
+    try:
+        return _decoded(parse(data, at_most=_LARGEST, deepest=4 * _DEEPEST, finite=False))
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, binascii.Error) as error:
+        kind = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the state of {what} is damaged ({kind}).") from None
+
+
+class _RefusedError(Exception):
+    """A state has something that cannot be written."""
+
+
+def _encoded(node: Any, path: str, depth: int) -> Any:
+    """Return ``node`` in JSON's own types; subclasses are refused, as they would come back as something else."""
+    if depth > _DEEPEST:
+        raise _RefusedError(f"is nested more than {_DEEPEST} deep at {path[:200]}.")
+    kind = type(node)
+    if node is None or kind in (bool, int, str):
+        return node
+    if kind is float:
+        return node if math.isfinite(node) else {"$float": str(node)}
+    if kind is list:
+        return [_encoded(child, f"{path}[{index}]", depth + 1) for index, child in enumerate(node)]
+    if kind is dict:
+        return _mapping(node, path, depth + 1)
+    if kind is tuple:
+        return {"$tuple": [_encoded(child, f"{path}[{index}]", depth + 1) for index, child in enumerate(node)]}
+    if kind in (set, frozenset):
+        children = [_encoded(child, f"{path}{{...}}", depth + 1) for child in node]
+        return {f"${kind.__name__}": sorted(children, key=json.dumps)}
+    if kind in (bytes, bytearray):
+        return {f"${kind.__name__}": _text(node)}
+    if isinstance(node, Tensor) and node.layout == torch.strided and node.dtype in _NAMES:
+        return {"$tensor": [_NAMES[node.dtype], list(node.shape), _text(_bytes_of(node))]}
+    if kind is numpy.ndarray and node.dtype.kind in _KINDS:
+        return {"$array": [node.dtype.str, list(node.shape), _text(node.tobytes())]}
+    if isinstance(node, numpy.generic) and node.dtype.kind in _KINDS:
+        return {"$scalar": [node.dtype.str, _text(node.tobytes())]}
+    raise _RefusedError(f"cannot be saved: {path} is a {kind.__module__}.{kind.__qualname__}.")
+
+
+def _mapping(node: Mapping[Any, Any], path: str, depth: int) -> Any:
+    children = [(key, _encoded(child, f"{path}[{key!r}]", depth)) for key, child in node.items()]
+    if all(type(key) is str and not key.startswith("$") for key, _ in children):
+        return dict(children)
+    return {"$items": [[_encoded(key, f"a key of {path}", depth), child] for key, child in children]}
+
+
+def _decoded(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_decoded(child) for child in node]
+    if not isinstance(node, dict):
+        return node
+    if len(node) != 1 or not next(iter(node)).startswith("$"):
+        return {key: _decoded(child) for key, child in node.items()}
+    ((tag, value),) = node.items()
+    match tag, value:
+        case "$float", "inf" | "-inf" | "nan":
+            return float(value)
+        case "$items", list():
+            return {_decoded(key): _decoded(child) for key, child in value}
+        case "$tuple" | "$set" | "$frozenset", list():
+            return {"$tuple": tuple, "$set": set, "$frozenset": frozenset}[tag](map(_decoded, value))
+        case "$bytes" | "$bytearray", str():
+            return _binary(value) if tag == "$bytes" else bytearray(_binary(value))
+        case "$tensor", [str(name), list(shape), str(text)]:
+            flat = torch.frombuffer(bytearray(_binary(text)), dtype=torch.uint8) if text else torch.empty(0).byte()
+            return flat.view(DTYPES[name]).reshape(shape)
+        case "$array", [str(name), list(shape), str(text)]:
+            return numpy.frombuffer(bytearray(_binary(text)), _dtype(name)).reshape(shape)
+        case "$scalar", [str(name), str(text)]:
+            return numpy.frombuffer(_binary(text), _dtype(name))[0]
+    raise ValueError(f"{tag[:40]} of {str(value)[:40]}")
+
+
+def _dtype(name: str) -> numpy.dtype[Any]:
+    dtype = numpy.dtype(name)
+    if dtype.kind not in _KINDS:
+        raise ValueError(f"dtype {name[:40]}")
+    return dtype
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _text(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _binary(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)

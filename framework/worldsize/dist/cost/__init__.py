@@ -1,1 +1,0 @@
-"""Cost models of links and collectives: pure formulas that strategies build on."""

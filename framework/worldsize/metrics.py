@@ -1,0 +1,226 @@
+"""Metrics of an evaluation, with the values that one process would compute over the whole split.
+
+``MetricCollector`` collects them batch by batch and merges them over all processes in batch order. ``Concatenated``
+is a metric computed by any function of all predictions at once; ``TorchMetric`` adapts a metric of torchmetrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import reduce
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from worldsize.collectives.exact import Sums, gather_tensors, reduce_metrics
+from worldsize.core import ConfigError, EvaluationBatch, Recipe, StateMetric, StateReduction, World
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+_COMBINED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+@final
+class MetricCollector:
+    """Metrics of this process's batches.
+
+    Attributes:
+        sums: Metrics that are a (sum, count) of scalars, by name, by the number of each batch that is not padding.
+        names: Names of these metrics.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.sums: dict[int, Sums] = {}
+        self.names: tuple[str, ...] = ()
+        self._metrics = dict(recipe.metrics())
+        self._states: dict[str, dict[int, Mapping[str, Tensor]]] = {name: {} for name in self._metrics}
+
+    def add(self, batch: EvaluationBatch, metrics: Mapping[str, tuple[Tensor, ...]]) -> None:
+        """Add the metrics that ``Recipe.evaluate`` returned for ``batch``; a padding batch adds only their names.
+
+        A metric is two scalars (sum, count), or for a metric of ``Recipe.metrics`` tensors of any shape.
+
+        Raises:
+            ConfigError: a metric is neither a (sum, count) nor one of ``Recipe.metrics``, or one of these is missing.
+        """
+        if missing := self._metrics.keys() - metrics.keys():
+            raise ConfigError(f"Recipe.metrics names {min(missing)!r}, for which Recipe.evaluate returns nothing.")
+        pairs = {name: _pair(name, values) for name, values in metrics.items() if name not in self._metrics}
+        self.names = tuple(sorted(pairs))
+        if not batch.counted:
+            return
+        self.sums[batch.index] = pairs
+        for name, metric in self._metrics.items():
+            self._states[name][batch.index] = metric.state(*metrics[name])
+
+    def reduce(self, world: World) -> dict[str, float]:
+        """Return the metrics over the batches of all processes of ``world``, equal on each of them.
+
+        Raises:
+            ConfigError: two metrics computed a value of the same name.
+        """
+        values = reduce_metrics(self.sums, self.names, world)
+        if not self._metrics:
+            return values
+        parts: dict[tuple[str, str, int], Tensor] = {}
+        for name, metric in self._metrics.items():
+            for key, by_index in _by_part(self._states[name]).items():
+                own = _combined(metric.reduction(key), by_index)
+                parts |= {(name, key, index): part.detach() for index, part in own.items()}
+        ordered: dict[str, dict[str, list[Tensor]]] = {}
+        for (name, key, _), part in gather_tensors(parts, world).items():
+            ordered.setdefault(name, {}).setdefault(key, []).append(part)
+        for name, metric in self._metrics.items():
+            merged = {key: _merged(metric.reduction(key), each) for key, each in ordered[name].items()}
+            _add(values, name, metric.compute(merged))
+        return values
+
+
+def _add(values: dict[str, float], name: str, value: float | Mapping[str, float]) -> None:
+    """Add the value of the metric ``name``, or several values that it names itself."""
+    computed = value if isinstance(value, Mapping) else {name: float(value)}
+    if double := computed.keys() & values.keys():
+        raise ConfigError(f"an evaluation has two metrics that are called {min(double)!r}. Rename one of them.")
+    values.update(computed)
+
+
+def _pair(name: str, values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    if not isinstance(values, tuple) or len(values) != 2:
+        raise ConfigError(
+            f"Recipe.evaluate must return the metric {name!r} as (sum, count), or Recipe.metrics must name it."
+        )
+    return values
+
+
+def _by_part(states: Mapping[int, Mapping[str, Tensor]]) -> dict[str, dict[int, Tensor]]:
+    parts: dict[str, dict[int, Tensor]] = {}
+    for index, state in sorted(states.items()):
+        for key, part in state.items():
+            parts.setdefault(key, {})[index] = part
+    return parts
+
+
+def _combined(reduction: StateReduction, by_index: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+    """Merge states locally if that is exact in any order, so that a process sends only one; float sums are not."""
+    parts = list(by_index.values())
+    if reduction == "cat" or (reduction == "sum" and any(part.is_floating_point() for part in parts)):
+        return by_index
+    return {min(by_index): _merged(reduction, parts)}
+
+
+def _merged(reduction: StateReduction, parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if reduction == "cat" else reduce(_COMBINED[reduction], parts)
+
+
+@final
+class Concatenated(StateMetric):
+    """Concatenates the outputs of ``Recipe.evaluate`` over all batches, in order, and calls ``function`` with them.
+
+    Every process receives all of them: predictions and targets of the whole split must fit in its memory.
+
+        def metrics(self):
+            return {"auroc": Concatenated(torchmetrics.functional.classification.binary_auroc)}
+
+        def evaluate(self, model, batch):
+            inputs, targets = batch
+            return {"auroc": (model(inputs).sigmoid(), targets)}
+
+    Args:
+        function: Takes the tensors that ``evaluate`` returns, as (samples, ...) on the CPU, and returns a scalar.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def state(self, *inputs: Tensor) -> Mapping[str, Tensor]:
+        if any(each.ndim == 0 for each in inputs):
+            raise ConfigError(
+                "a scalar cannot be concatenated over batches. Return tensors whose first dimension is that of samples."
+            )
+        return {f"{place:03d}": each for place, each in enumerate(inputs)}
+
+    def reduction(self, name: str) -> StateReduction:
+        return "cat"
+
+    def compute(self, state: Mapping[str, Tensor]) -> float:
+        return float(self._function(*(state[name] for name in sorted(state))))
+
+
+_REDUCTIONS: Mapping[str, StateReduction] = {
+    "dim_zero_sum": "sum",
+    "dim_zero_cat": "cat",
+    "dim_zero_min": "min",
+    "dim_zero_max": "max",
+}
+
+
+@final
+class TorchMetric(StateMetric):
+    """A metric of torchmetrics that is updated with what ``Recipe.evaluate`` returns under its name.
+
+        def metrics(self):
+            return {"f1": TorchMetric(MulticlassF1Score(num_classes=10)), "auroc": TorchMetric(BinaryAUROC())}
+
+    States that torchmetrics sums, such as the counts of F1, stay small. States that it concatenates, such as the
+    predictions of an AUROC without ``thresholds``, must fit in the memory of every process.
+
+    Args:
+        metric: The metric. It is copied, and never communicates itself.
+
+    Raises:
+        ConfigError: torchmetrics is not installed, or the metric's states cannot be merged exactly.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        if find_spec("torchmetrics") is None:
+            raise ConfigError("TorchMetric needs torchmetrics, which is not installed. Add it: uv add torchmetrics.")
+        self._metric = deepcopy(metric)
+        self._reductions = {name: _reduction(metric, name, how) for name, how in metric._reductions.items()}
+
+    def state(self, *inputs: Tensor) -> Mapping[str, Tensor]:
+        metric = self._metric.to(inputs[0].device)
+        metric.reset()
+        metric.update(*inputs)
+        return {name: _whole(getattr(metric, name)) for name in self._reductions}
+
+    def reduction(self, name: str) -> StateReduction:
+        return self._reductions[name]
+
+    def compute(self, state: Mapping[str, Tensor]) -> float:
+        metric = deepcopy(self._metric).to("cpu")
+        metric.reset()
+        for name, value in state.items():
+            setattr(metric, name, [value] if isinstance(metric._defaults[name], list) else value)
+        value = type(metric).compute(metric)  # the instance's own compute would add up the states of all processes
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ConfigError(
+                f"{type(metric).__name__} computes more than one number. Give it an average, or wrap one for each."
+            )
+        return float(value)
+
+
+def _reduction(metric: Metric, name: str, how: str | Callable[..., Any] | None) -> StateReduction:
+    """Return how a state is merged; a sum that does not begin at zero would add its initial value for every batch."""
+    reduction = _REDUCTIONS.get(getattr(how, "__name__", ""))
+    default = metric._defaults[name]
+    if reduction is None or (reduction == "sum" and isinstance(default, Tensor) and bool(default.any())):
+        raise ConfigError(
+            f"{type(metric).__name__} merges its state {name!r} in its own way, which is not exact over batches. "
+            "Return its inputs instead, and name worldsize.metrics.Concatenated in Recipe.metrics."
+        )
+    return reduction
+
+
+def _whole(state: Tensor | list[Tensor]) -> Tensor:
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    return torch.cat([part if part.ndim else part[None] for part in state]).detach()

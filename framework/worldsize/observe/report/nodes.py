@@ -1,0 +1,256 @@
+"""The machines of a run: the ranks on each, and their health."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, TypedDict, final
+
+import numpy as np
+
+from worldsize.observe.events import NODE_ALERT
+from worldsize.observe.health.files import alert_of, sample_files
+from worldsize.observe.health.rows import GpuRow, HealthRow, is_health, table_of, told
+from worldsize.observe.report.read import Record
+from worldsize.observe.report.svg import Chart, draw, series_colour, tip
+from worldsize.record.json_lines import Rows
+from worldsize.record.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+_GROUPS = 64  # number of groups shown for an axis
+
+
+@final
+@dataclass(frozen=True)
+class Rank:
+    """One rank of the last attempt, and how often it straggled."""
+
+    rank: int
+    role: str
+    role_rank: int
+    device: str
+    straggled: int  # times
+
+
+@final
+@dataclass(frozen=True)
+class Node:
+    """One node: its hardware as text, and its ranks."""
+
+    name: str
+    machine: str
+    ranks: tuple[Rank, ...]
+
+
+def nodes(record: Record) -> list[Node]:
+    """List the nodes with their ranks as the last attempt had them."""
+    cluster, hosts = record.manifest["cluster"], _hosts(record)
+    machines = {each.get("host"): _machine(each) for each in record.manifest["hardware"]}
+    straggled = Counter(each["rank"] for each in record.stragglers)
+    ranks: defaultdict[int, list[Rank]] = defaultdict(list)
+    for each in cluster.get("ranks") or _places(cluster):
+        ranks[each["node"]].append(_rank(each, straggled))
+    listed = []
+    for index in range(cluster["nodes"]):
+        host = hosts[index] if hosts else ""
+        listed.append(Node(f"node {index}" + f" · {host}" * bool(host), machines.get(host, ""), tuple(ranks[index])))
+    return listed
+
+
+class Place(TypedDict):
+    """The place of a rank: its role, its number in that role, its node and its device."""
+
+    rank: int
+    role: str
+    role_rank: int
+    node: int
+    device: str
+
+
+def _places(cluster: Mapping[str, Any]) -> Iterator[Place]:
+    """Iterate over the places of all ranks, computed from the roles' numbers of processes."""
+    roles = chain.from_iterable(enumerate([each["role"]] * each["processes"]) for each in cluster["roles"])
+    for rank, (role_rank, role) in enumerate(roles):
+        node, local_rank = divmod(rank, cluster["processes_per_node"])
+        device = cluster["device"] if cluster["device"] == "cpu" else f"{cluster['device']}:{local_rank}"
+        yield {"rank": rank, "role": role, "role_rank": role_rank, "node": node, "device": device}
+
+
+def _rank(place: Place, straggled: Mapping[int, int]) -> Rank:
+    """Describe the rank at ``place``; ``straggled``: how often each worker did."""
+    role, number = place["role"], place["role_rank"]
+    times = straggled[number] if role == "worker" else 0
+    return Rank(place["rank"], role, number, place["device"], times)
+
+
+def _hosts(record: Record) -> Sequence[str]:
+    """Return the hosts of the nodes; empty if unknown.
+
+    An attempt names the launching host first, even if that does not train, and last those of spare nodes.
+    """
+    named = record.attempts[-1]["hosts"] if record.attempts else []
+    cluster = record.manifest["cluster"]
+    count, spare = cluster["nodes"], cluster.get("spare_nodes", 0)  # older runs have no such key
+    return named[-count - spare :][:count] if len(named) >= count else []
+
+
+def _machine(hardware: Mapping[str, Any]) -> str:
+    memory = f"{hardware['memory'] / 2**30:.0f} GiB" if hardware.get("memory") else ""
+    gpus = [str(gpu.get("name", gpu)) if isinstance(gpu, dict) else str(gpu) for gpu in hardware.get("gpus") or ()]
+    return ", ".join(filter(None, (hardware.get("cpu"), f"{hardware.get('cores')} cores", memory, *gpus)))
+
+
+@final
+@dataclass(frozen=True)
+class Axis:
+    """Groups of ranks that work together, as texts; ``left_out``: how many are not shown."""
+
+    name: str
+    groups: tuple[str, ...]
+    left_out: int
+
+
+def axes(record: Record) -> list[Axis]:
+    """List the groups along each axis that the manifest has."""
+    groups_by_axis: Mapping[str, Sequence[Sequence[int]]] = record.manifest["cluster"].get("groups", {})
+    return [
+        Axis(name, tuple(_ranks(group) for group in groups[:_GROUPS]), max(0, len(groups) - _GROUPS))
+        for name, groups in groups_by_axis.items()
+    ]
+
+
+def _ranks(group: Sequence[int]) -> str:
+    """Format ranks as text, with neighbours as "0–7"."""
+    is_run = len(group) > 2 and list(group) == list(range(group[0], group[-1] + 1))
+    return f"{group[0]}–{group[-1]}" if is_run else " ".join(map(str, group))
+
+
+def links(record: Record) -> list[tuple[str, str]]:
+    """List the links that the cluster declares: the tier, and its bandwidth and latency as text."""
+    declared = record.manifest["cluster"]["links"]
+    return [
+        (tier, f"{each['bandwidth'] / 1e9:g} GB/s, {each['latency'] * 1e6:g} µs") for tier, each in declared.items()
+    ]
+
+
+_NODES = 32  # number of nodes shown
+_LINES = 300  # of each of their files
+
+
+@final
+@dataclass(frozen=True)
+class NodesHealthTable:
+    """A row of texts for each node, under ``columns``; ``left_out``: nodes that are not shown."""
+
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, ...]]
+    charts: Sequence[Chart]
+    left_out: int
+
+
+def nodes_health(record: Record) -> NodesHealthTable | None:
+    """Summarize the samples of the nodes, those with alerts first; None: there are none."""
+    files = sample_files(RunDirectory(record.folder))
+    alerted = {each["node"] for each in record.events if each["event"] == NODE_ALERT}
+    chosen = sorted(sorted(files, key=lambda node: node not in alerted)[:_NODES])
+    read = {node: list(Rows(files[node], is_valid=is_health, at_most=_LINES)) for node in chosen}
+    rows_by_node: dict[int, Sequence[HealthRow]] = {node: rows for node, rows in read.items() if rows}  # type: ignore[misc]
+    if not rows_by_node:
+        return None
+    errors = _memory_errors(record)
+    columns, texts = table_of({node: _worst(rows, errors.get(node, {})) for node, rows in rows_by_node.items()})
+    return NodesHealthTable(columns, texts, _charts(rows_by_node), len(files) - len(rows_by_node))
+
+
+def _memory_errors(record: Record) -> dict[int, dict[int, int]]:
+    """Count the memory errors that there were alerts about, by node and GPU: not all lines of samples are read."""
+    counts: dict[int, dict[int, int]] = {}
+    for each in record.events:
+        alert = alert_of(dict(each)) if each["event"] == NODE_ALERT else None
+        if alert and alert.what == "ecc" and alert.gpu is not None and isinstance(alert.value, int):
+            of_node = counts.setdefault(alert.node, {})
+            of_node[alert.gpu] = of_node.get(alert.gpu, 0) + alert.value
+    return counts
+
+
+def _worst_gpu(samples: Sequence[GpuRow], errors: int) -> GpuRow:
+    """Return one GPU's mean work, the most of its states, whatever slowed it down, and the sum of its errors."""
+    worst: GpuRow = {
+        "index": samples[0]["index"],
+        "slowed_by": sorted({by for each in samples for by in each["slowed_by"]}),
+    }
+    if work := told(samples, "utilisation"):
+        worst["utilisation"] = fmean(work)
+    if memory := told(samples, "memory"):
+        worst["memory"] = max(memory)
+    if heat := told(samples, "temperature"):
+        worst["temperature"] = max(heat)
+    counted = [each["ecc_errors"] for each in samples if "ecc_errors" in each]
+    if counted or errors:
+        worst["ecc_errors"] = max(sum(counted), errors)
+    return worst
+
+
+def _worst(rows: Sequence[HealthRow], errors: Mapping[int, int]) -> HealthRow:
+    """Return a line with the mean of what is a rate, and the worst of what is a state.
+
+    ``errors``: the memory errors that there were alerts about, by GPU.
+    """
+    gpus: dict[int, list[GpuRow]] = {}
+    for gpu in (gpu for row in rows for gpu in row["gpus"]):
+        gpus.setdefault(gpu["index"], []).append(gpu)
+    sizes: dict[str, int] = {}
+    for row in rows:
+        for rank, size in row["resident"].items():
+            sizes[rank] = max(size, sizes.get(rank, 0))
+    return {
+        **rows[-1],
+        "cpu": fmean(row["cpu"] for row in rows),
+        "cpu_of_others": fmean(row["cpu_of_others"] for row in rows),
+        "memory": max(row["memory"] for row in rows),
+        "swap": max(row["swap"] for row in rows),
+        "disk_free": min(row["disk_free"] for row in rows),
+        "received": fmean(row["received"] for row in rows),
+        "sent": fmean(row["sent"] for row in rows),
+        "network_errors": max(row["network_errors"] for row in rows),
+        "resident": sizes,
+        "gpus": [_worst_gpu(gpus[index], errors.get(index, 0)) for index in sorted(gpus)],
+    }
+
+
+def _charts(rows_by_node: Mapping[int, Sequence[HealthRow]]) -> list[Chart]:
+    """Draw processors, memory and GPUs over time, a line for each node."""
+    start = min(rows[0]["time"] for rows in rows_by_node.values())
+    pictures = []
+    for title, values in (
+        ("CPU", {node: [row["cpu"] for row in rows] for node, rows in rows_by_node.items()}),
+        ("Memory", {node: [row["memory"] for row in rows] for node, rows in rows_by_node.items()}),
+        ("GPUs", {node: [_gpu_work(row) for row in rows] for node, rows in rows_by_node.items()}),
+    ):
+        times = {node: [(row["time"] - start) / 60 for row in rows] for node, rows in rows_by_node.items()}
+        if np.isfinite([each for column in values.values() for each in column]).sum() > len(values):
+            pictures.append(_over_time(f"{title} by node", times, values))
+    return pictures
+
+
+def _gpu_work(row: HealthRow) -> float:
+    work = told(row["gpus"], "utilisation")
+    return fmean(work) if work else float("nan")
+
+
+def _over_time(title: str, times: Mapping[int, Sequence[float]], values: Mapping[int, Sequence[float]]) -> Chart:
+    def paint(axes: Axes) -> None:
+        for place, (node, column) in enumerate(values.items()):
+            (line,) = axes.plot(times[node], 100 * np.array(column), color=series_colour(place), linewidth=1)
+            tip(line, f"node {node}")
+        axes.set_ylim(0, 105)
+        axes.set_xlabel("minutes")
+        axes.set_ylabel("%")
+
+    return Chart(title, draw(title, paint), "A line for each node.")

@@ -1,0 +1,214 @@
+"""Fingerprints the data files and the plugins of a run.
+
+Plugins that other hosts may lack are copied into the run folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from worldsize.core import Recipe
+from worldsize.errors import WorldsizeError
+from worldsize.files import read_regular
+from worldsize.messages import printable
+from worldsize.record.code import LARGEST
+from worldsize.record.redaction import why_private
+
+
+def fingerprint(files: Mapping[str, Path], others: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """Return size and SHA-256 of every file by name, and one digest over all; the path of one that was given relative.
+
+    Args:
+        files: they are read whole.
+        others: data by name that provide their own size and digest.
+
+    Raises:
+        WorldsizeError: a file cannot be read.
+    """
+    described = {name: _describe(name, files[name]) for name in sorted(files)}
+    described |= {name: dict(other) for name, other in sorted((others or {}).items())}
+    total = hashlib.sha256("".join(f"{name} {file['sha256']}\n" for name, file in described.items()).encode())
+    return {"files": described, "sha256": total.hexdigest()}
+
+
+def recipe_fingerprint(recipe: Recipe) -> dict[str, Any]:
+    """Return the fingerprint of all data that ``recipe`` learns from.
+
+    Raises:
+        WorldsizeError: they cannot be read.
+    """
+    return fingerprint(recipe.files(), recipe.fingerprints())
+
+
+def check_data(
+    original: Mapping[str, Any], present: Mapping[str, Any], *, remedy: str = "Bring that file back"
+) -> None:
+    """Raise WorldsizeError with the name of the first file that differs, unless two fingerprints are equal."""
+    then, now = original["files"], present["files"]
+    for name in sorted(then.keys() | now.keys()):
+        if _content(then.get(name)) != _content(now.get(name)):
+            raise WorldsizeError(
+                f"the data file {name!r} is not the one that the run learned from: {_described(then.get(name))} then, "
+                f"{_described(now.get(name))} now. {remedy}; nothing was started."
+            )
+
+
+def _content(file: Mapping[str, Any] | None) -> tuple[int, str] | None:
+    return (file["size"], file["sha256"]) if file else None
+
+
+def link_data(data: Mapping[str, Any], folder: Path, root: Path, sources: Sequence[Path]) -> None:
+    """Link the data files that a checkout lacks, since git does not track them, from their sources.
+
+    Args:
+        data: A fingerprint. Files whose path was not relative need no link.
+        folder: Folder in the checkout in which the program runs, to which their paths are relative.
+        root: The checkout, outside of which no link is made.
+        sources: Folders to which the paths may be relative here; a file with another digest is left alone.
+    """
+    for file in data["files"].values():
+        if (given := file.get("path")) is None:
+            continue
+        link = folder / given
+        if link.exists() or not link.resolve().is_relative_to(root.resolve()):
+            continue
+        there = next((source / given for source in sources if _is_same(source / given, file)), None)
+        if there is not None:
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(there.resolve())
+
+
+def _is_same(path: Path, file: Mapping[str, Any]) -> bool:
+    try:
+        with path.open("rb") as content:
+            size = path.stat().st_size
+            return size == file["size"] and hashlib.file_digest(content, "sha256").hexdigest() == str(file["sha256"])
+    except OSError:
+        return False
+
+
+def _described(file: Mapping[str, Any] | None) -> str:
+    return f"{file['size']} bytes, SHA-256 {file['sha256']}" if file else "missing"
+
+
+def _describe(name: str, path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+            return content if path.is_absolute() else {**content, "path": str(path)}
+    except OSError as error:
+        raise WorldsizeError(
+            f"the data file {name!r} cannot be read from {path}: {error.strerror}. Prepare the data first."
+        ) from None
+
+
+def files_of(folder: Path) -> Iterator[Path]:
+    """List a plugin's recorded files, sorted: no caches, hidden files or files above 1 MiB."""
+    for file in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(folder).parts)
+        if not hidden and file.is_file() and os.access(file, os.R_OK) and file.stat().st_size <= LARGEST:
+            yield file
+
+
+def digest_of(folder: Path) -> str:
+    """Return the SHA-256 over names and contents of :func:`files_of`."""
+    digest = hashlib.sha256()
+    for file in files_of(folder):
+        content = hashlib.sha256(read_regular(file, at_most=LARGEST)).hexdigest()
+        digest.update(f"{file.relative_to(folder).as_posix()} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def copy_files(folder: Path, target: Path) -> None:
+    """Copy the recorded files of a plugin.
+
+    Raises:
+        WorldsizeError: a file is a link, which may lead anywhere.
+    """
+    for file in files_of(folder):
+        if file.is_symlink():
+            raise WorldsizeError(f"{printable(str(file))} is a link, and may lead anywhere. Put the file in its place.")
+        copy = target / file.relative_to(folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, copy)
+
+
+def keep(folder: Path, target: Path, clean: Callable[[str], str], *, include: Sequence[str] = ()) -> None:
+    """Copy a plugin.
+
+    ``include``: patterns of files that are copied although they seem to be private.
+
+    Raises:
+        WorldsizeError: a file seems to be private, or contains a secret that ``clean`` would remove.
+    """
+    for file in files_of(folder):
+        name = file.relative_to(folder).as_posix()
+        if (reason := why_private(file, name, include=include)) is not None:
+            raise WorldsizeError(
+                f"{file} seems to be private ({reason}), and would be copied into the run's folder. "
+                f"Take it out of the plugin, or say that it may be: run.include='[{name}]'."
+            )
+        text = read_regular(file, at_most=LARGEST).decode(errors="surrogateescape")
+        if clean(text) != text:
+            raise WorldsizeError(
+                f"{file} holds a secret of this run, and would be copied into its folder. "
+                "Have the plugin read it from the environment."
+            )
+        copy = target / file.relative_to(folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, copy)
+
+
+def kept_folder(root: Path, name: str) -> Path:
+    """Return the folder of the plugin ``name``, such as "plugins.diloco", below ``root``.
+
+    Raises:
+        WorldsizeError: the name is not a module name.
+    """
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
+        raise WorldsizeError(f"the record lists the plugin {name!r}, which is no name of a module. Do not trust it.")
+    return root.joinpath(*name.split("."))
+
+
+def remove_compiled(root: Path) -> None:
+    """Remove compiled files, which would be imported in place of the verified sources."""
+    for cache in list(root.rglob("__pycache__")):
+        if cache.is_symlink():
+            cache.unlink()
+        else:
+            shutil.rmtree(cache, ignore_errors=True)
+
+
+def check_kept(plugins: Sequence[Mapping[str, Any]], root: Path) -> bool:
+    """Check that ``root`` contains exactly the recorded copies of ``plugins``; return whether there are any.
+
+    Compiled files are removed.
+
+    Raises:
+        WorldsizeError: a copy is missing or was changed, or a file is not in the record.
+    """
+    if root.is_symlink():
+        raise WorldsizeError(f"{printable(str(root))} is a link, which worldsize did not make. Take it away.")
+    remove_compiled(root)
+    folders = [kept_folder(root, plugin["name"]) for plugin in plugins if plugin["kept"]]
+    recorded = [plugin["sha256"] for plugin in plugins if plugin["kept"]]
+    for folder, wanted in zip(folders, recorded, strict=True):
+        if (digest := digest_of(folder)) != wanted:
+            raise WorldsizeError(
+                f"{folder} is lost or was changed: its digest is {digest}, the record says {wanted}. "
+                "Restore it from a copy of the run folder."
+            )
+    listed = {file for folder in folders for file in files_of(folder)}
+    for path in sorted(root.rglob("*")):
+        if path.is_symlink() or (not path.is_dir() and path not in listed):
+            raise WorldsizeError(
+                f"{printable(str(path))} is not in the record of the run, and would be imported. "
+                "Take it away, if you do not know it; nothing was started."
+            )
+    return bool(folders)

@@ -1,0 +1,257 @@
+"""DDP communication hooks: hierarchical and compressed gradients, and torch's PowerSGD.
+
+The first two are those of :mod:`worldsize.collectives.reductions`. PowerSGD (Vogels et al. 2019, arXiv 1905.13727) is
+torch's hook, with its memory saved in checkpoints. ``Tiers`` are the process groups of a sum tier by tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from worldsize.collectives.per_rank import local_row, stack_per_rank
+from worldsize.collectives.reductions import all_reduced, hierarchical
+from worldsize.collectives.staged import Phases, Staged, Summation
+from worldsize.collectives.step_timer import phase
+from worldsize.core import StateDict, World
+from worldsize.record.determinism import stream
+from worldsize.strategies.ddp_reducers import BucketHook
+
+
+@final
+class CompressedHook(BucketHook):
+    """Computes sums by ``summation`` (None: uncompressed); with ``tiers`` only sums of the last tier.
+
+    What a message leaves out is added to the next one (error feedback). Random choices follow from the run's ``seed``,
+    the step and the bucket.
+    """
+
+    def __init__(
+        self,
+        module: DistributedDataParallel,
+        world: World,
+        summation: Summation | None,
+        tiers: Tiers | None,
+        *,
+        seed: int = 0,
+    ) -> None:
+        self._world, self._summation, self._tiers = world, summation, tiers
+        self._seed, self._step = seed, 0
+        self._staged = Staged(world.device)
+        self._errors: Errors | None = None
+        if summation and summation.keeps_errors:
+            self._errors = Errors(module, tiers.shares if tiers else 1)
+
+    @property
+    def has_bucket_memory(self) -> bool:
+        return self._errors is not None
+
+    def begin(self, step: int) -> None:
+        self._step = step
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        flat = bucket.buffer().div_(self._world.size)  # before encoding, since the range of float16 is small
+        return self._staged.add(flat, self._total(flat, bucket), last=bucket.is_last())
+
+    def _total(self, flat: Tensor, bucket: GradBucket) -> Phases:
+        parameters = bucket.parameters() if self._errors else []
+        add = partial(self._sum, bucket=bucket.index(), parameters=parameters)
+        if self._tiers is not None:
+            return hierarchical(flat, self._tiers.inner, self._tiers.across, add)
+        assert self._world.group is not None
+        return add(flat, self._world.group)
+
+    def _sum(self, flat: Tensor, group: ProcessGroup, *, bucket: int, parameters: Sequence[Tensor]) -> Phases:
+        if self._summation is None:
+            return all_reduced(flat, group)
+        error = self._errors.of(bucket, flat.numel(), parameters) if self._errors else None
+        seed = stream(self._seed, "sparse", self._step, bucket)
+        return self._summation.total(flat, group, error_n=error, seed=seed)
+
+    def settle(self, discarded_pass: Callable[[], None]) -> None:
+        before = self._errors.kept() if self._errors else None
+        discarded_pass()
+        if self._errors and before is not None:
+            self._errors.begin(before)
+
+    def state(self) -> StateDict:
+        return {"errors": stack_per_rank(self._errors.kept(), self._world)} if self._errors else {}
+
+    def load(self, state: StateDict) -> None:
+        if self._errors:
+            self._errors.begin(local_row(state["errors"]).clone())
+
+
+@final
+class Errors:
+    """Holds what this rank's messages have left out: float32 (n,), a part of it for each bucket.
+
+    A checkpoint has it in the order of parameters, however DDP forms its buckets. Only where a node divides each bucket
+    over its ranks (``shares``, their number) it is in the order in which buckets have asked for it. ``n`` must be known
+    in advance for checkpoints, so it then leaves room for the padding of as many buckets as there are parameters.
+    """
+
+    def __init__(self, module: nn.Module, shares: int) -> None:
+        gradients = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        sizes = [gradient.numel() for gradient in gradients]
+        self._first = dict(zip(map(id, gradients), accumulate([0, *sizes]), strict=False))  # number of each parameter
+        self._is_whole, self._device = shares == 1, gradients[0].device
+        self._length = sum(sizes) if self._is_whole else -(-sum(sizes) // shares) + len(gradients)
+        self._undealt: Tensor | None = torch.zeros(self._length, device=self._device)  # None: buckets have all of it
+        self._slots: dict[int, tuple[Tensor, Sequence[tuple[int, Tensor]]]] = {}  # and which numbers its parts are
+
+    def kept(self) -> Tensor:
+        """Return a copy of all errors, float32 (n,)."""
+        undealt = self._undealt
+        kept_n = torch.zeros(self._length, device=self._device) if undealt is None else undealt.clone()
+        for _, parts in self._slots.values():
+            for first, part in parts:
+                kept_n[first : first + part.numel()] = part
+        return kept_n
+
+    def begin(self, kept_n: Tensor) -> None:
+        """Set the errors to what :meth:`kept` has returned, and forget their assignment to buckets."""
+        self._undealt, self._slots = kept_n, {}
+
+    def of(self, bucket: int, length: int, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the bucket's errors, float32 (length,), to change in place; assigned at the first call."""
+        if bucket not in self._slots:
+            self._deal(bucket, length, parameters)
+        return self._slots[bucket][0]
+
+    def _deal(self, bucket: int, length: int, parameters: Sequence[Tensor]) -> None:
+        dealt = sum(slot.numel() for slot, _ in self._slots.values())
+        assert self._undealt is not None
+        if not self._is_whole:
+            self._slots[bucket] = self._undealt[dealt : dealt + length], ()
+            return
+        firsts, sizes = [self._first[id(each)] for each in parameters], [each.numel() for each in parameters]
+        slot = torch.cat([self._undealt[first : first + size] for first, size in zip(firsts, sizes, strict=True)])
+        self._slots[bucket] = slot, list(zip(firsts, torch.split(slot, sizes), strict=True))
+        if dealt + length == self._length:
+            if self._undealt.is_cuda:  # a side stream may still read it
+                self._undealt.record_stream(torch.cuda.current_stream(self._device))
+            self._undealt = None  # so that there is one copy
+
+
+_WARM_UP = 2  # passes before torch's hook compresses; they are discarded
+
+
+@final
+class PowerSGDHook(BucketHook):
+    """Sends each gradient matrix as the product of two factors of ``rank`` columns, with error feedback and warm start.
+
+    With ``tiers``, only sums of the last tier are compressed; the others, such as those inside a node, are exact.
+    """
+
+    def __init__(self, module: DistributedDataParallel, world: World, *, rank: int, tiers: Tiers | None) -> None:
+        self._world, self._rank, self._tiers = world, rank, tiers
+        self._loaded: Tensor | None = None
+        self._length = sum(
+            parameter.numel() + _columns(parameter, rank)
+            for parameter in module.parameters()
+            if parameter.requires_grad
+        )
+        self._torch = self._fresh()
+
+    @property
+    def has_bucket_memory(self) -> bool:
+        return True
+
+    def _fresh(self) -> PowerSGDState:
+        group = self._tiers.across if self._tiers else self._world.group
+        return PowerSGDState(group, self._rank, start_powerSGD_iter=_WARM_UP, orthogonalization_epsilon=1e-8)
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        for group in self._tiers.inner if self._tiers else ():
+            bucket.buffer().div_(dist.get_world_size(group))
+            with phase("communication"):
+                dist.all_reduce(bucket.buffer(), group=group)
+        future: Future[Tensor] = powerSGD_hook(self._torch, bucket)
+        if bucket.buffer().device.type == "cpu":
+            with phase("communication"):
+                future.wait()  # it starts collectives in callbacks, which must not interleave with the next bucket's
+        return future
+
+    def settle(self, discarded_pass: Callable[[], None]) -> None:
+        self._torch = self._fresh()
+        for _ in range(_WARM_UP + 1):  # the last pass lays out the memory
+            discarded_pass()
+        layout, self._torch = self._torch, self._fresh()
+        self._torch.iter = _WARM_UP
+        if self._loaded is not None:
+            self._restore(self._loaded, layout)
+            self._loaded = None
+
+    def _restore(self, memory: Tensor, layout: PowerSGDState) -> None:
+        memory = memory.clone()
+        for bucket in sorted(layout.error_dict):
+            self._torch.error_dict[bucket], memory = _cut(memory, layout.error_dict[bucket])
+        for bucket in sorted(layout.q_memory_dict):
+            self._torch.q_memory_dict[bucket], memory = _cut(memory, layout.q_memory_dict[bucket])
+        self._torch.p_memory_dict = layout.p_memory_dict  # recomputed in each step
+
+    def state(self) -> StateDict:
+        """Return the errors of all buckets, then the right factors with which the next step begins."""
+        if self._loaded is not None:
+            return {"memory": stack_per_rank(self._loaded, self._world)}
+        memories = (self._torch.error_dict, self._torch.q_memory_dict)
+        parts = [memory[bucket] for memory in memories for bucket in sorted(memory)]
+        rest = torch.zeros(self._length - sum(part.numel() for part in parts), device=self._world.device)
+        return {"memory": stack_per_rank(torch.cat([*parts, rest]), self._world)}
+
+    def load(self, state: StateDict) -> None:
+        memory = local_row(state["memory"])
+        self._loaded = memory if memory.any() else None  # all zeros: the run had not begun
+
+
+def _cut(memory: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    return memory[: like.numel()], memory[like.numel() :]
+
+
+def _columns(parameter: Tensor, rank: int) -> int:
+    """Return the largest number of elements of the matrix's right factor."""
+    return 0 if parameter.ndim < 2 else parameter[0].numel() * min(rank, *parameter.flatten(1).shape)
+
+
+@final
+@dataclass(frozen=True)
+class Tiers:
+    """Groups of this rank.
+
+    Attributes:
+        inner: The ranks of its node, then of each tier up to the last but one those with the same place below.
+        across: Those of the last tier, whose links are the slowest.
+    """
+
+    inner: Sequence[ProcessGroup]
+    across: ProcessGroup
+
+    @staticmethod
+    def of(world: World) -> Tiers | None:
+        """Return the groups of ``world``; None if it is on one node."""
+        if "node" not in world.groups:
+            return None
+        named = [group for name, group in world.groups.items() if name.startswith("tier/")]
+        *inner, across = [world.groups["node"], *(named or [world.groups["across"]])]
+        return Tiers([group for group in inner if dist.get_world_size(group) > 1], across)
+
+    @property
+    def shares(self) -> int:
+        """Number of ranks that divide a bucket before it crosses the last tier."""
+        ranks = 1
+        for group in self.inner:
+            ranks *= dist.get_world_size(group)
+        return ranks

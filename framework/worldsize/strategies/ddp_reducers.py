@@ -1,0 +1,259 @@
+"""Mean gradients of models that every rank holds whole: by all-reduce, or with the same bits at every world size.
+
+The all-reduce is torch's own, or that of a DDP communication hook.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import final
+from weakref import proxy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from worldsize.collectives.ordered import Counter, Tree, gathered_mean, reduce_ordered, sum_level
+from worldsize.collectives.staged import Phases, Staged
+from worldsize.core import MicroBatch, StateDict
+from worldsize.strategies.gradient_reducer import (
+    Backward,
+    GradientReducer,
+    Presence,
+    check_reduced,
+    taken,
+    without_sync,
+)
+from worldsize.strategies.loss_record import LossRecord
+from worldsize.strategies.step_buffers import BufferMean
+
+
+class BucketHook(ABC):
+    """Sums a bucket of DDP's gradients over processes, and may keep state for each bucket until the next step."""
+
+    @property
+    def has_bucket_memory(self) -> bool:
+        """Whether the hook keeps state for each bucket, so that DDP must form its buckets before the first step."""
+        return False
+
+    def begin(self, step: int) -> None:  # noqa: B027 - most sum in each step alike
+        """Prepare to sum the gradients of ``step``, counted from 1."""
+
+    @abstractmethod
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Return the mean over processes of the bucket's buffer, of the same shape (n,)."""
+
+    def settle(self, discarded_pass: Callable[[], None]) -> None:
+        """Run ``discarded_pass``, after which DDP has its final buckets, and lay out the state of each bucket."""
+        discarded_pass()
+
+    def state(self) -> StateDict:
+        """Return the state that is kept between steps."""
+        return {}
+
+    def load(self, state: StateDict) -> None:  # noqa: B027 - most remember nothing
+        """Load what :meth:`state` returned."""
+
+
+@final
+class GatherHook(BucketHook):
+    """Gathers buckets and sums them everywhere, see :mod:`worldsize.collectives.ordered`: for small models on CPUs."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Return the mean of the bucket's buffer (n,). Waiting here costs nothing: there is no work left to overlap."""
+        future: Future[Tensor] = Future()
+        future.set_result(gathered_mean(bucket.buffer(), self._group))
+        return future
+
+
+@final
+class AllReduceReducer(GradientReducer):
+    """Sums micro-batches in order, and across processes by torch's all-reduce or by ``hook``.
+
+    ``module`` is a model, or the DistributedDataParallel around it; only the latter can have a ``hook``.
+    ``logical_ranks``: those of all processes, which may have different numbers of them; None: all have as many as this
+    one.
+    """
+
+    def __init__(self, module: nn.Module, hook: BucketHook | None = None, *, logical_ranks: int | None = None) -> None:
+        self._module, self._hook, self._logical_ranks = module, hook, logical_ranks
+        group = module.process_group if isinstance(module, DistributedDataParallel) else None
+        self._size = dist.get_world_size(group) if group else 1
+        self._buffers = BufferMean(module, group, logical_ranks=logical_ranks)
+        self._is_settled = hook is None or not hook.has_bucket_memory
+        if hook is not None:
+            assert isinstance(module, DistributedDataParallel)
+            module.register_comm_hook(None, lambda _, bucket: hook.reduce(bucket))
+
+    def resumed(self) -> None:
+        self._is_settled = not isinstance(self._module, DistributedDataParallel)
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
+        if self._hook is not None:
+            self._hook.begin(batches[0].step)
+        if not self._is_settled:
+            self._settle(partial(backward, batches[-1]))
+        losses, scale = [], self._size / (self._logical_ranks or len(batches) * self._size)
+        with self._buffers.step(len(batches)) as buffers:
+            with without_sync(self._module):
+                for place, batch in enumerate(batches[:-1]):
+                    losses.append(backward(batch, scale))
+                    buffers.add(place)
+            losses.append(backward(batches[-1], scale))
+            buffers.add(len(batches) - 1)
+            check_reduced(self._module)
+        return losses
+
+    def undo(self) -> None:
+        self._buffers.undo()
+
+    def commit(self) -> None:
+        self._buffers.commit()
+
+    def _settle(self, backward: Callable[[float], LossRecord]) -> None:
+        """Let DDP rebuild its buckets, as it does after its first pass.
+
+        With three or more ranks the order of sums depends on the buckets.
+        """
+        self._is_settled = True
+        discarded_pass = partial(self._discard, backward)
+        if self._hook is None:
+            discarded_pass()
+        else:
+            self._hook.settle(discarded_pass)
+
+    def _discard(self, backward: Callable[[float], LossRecord]) -> None:
+        """Run a pass whose gradients are discarded."""
+        kept = self._buffers.kept()
+        try:
+            backward(0.0)
+            check_reduced(self._module)
+        finally:  # also where a peer is lost in it
+            kept.restore()
+        self._module.zero_grad()
+
+    def state(self) -> StateDict:
+        return {} if self._hook is None else self._hook.state()
+
+    def load(self, state: StateDict) -> None:
+        if self._hook is not None:
+            self._hook.load(state)
+
+
+@final
+class OrderedReducer(GradientReducer):
+    """Sums in the fixed tree of :mod:`worldsize.collectives.ordered`: every world size computes the same bits.
+
+    Across processes it is a communication hook: buckets are exchanged while the last backward pass runs. The assignment
+    of parameters to buckets does not matter, since each element is summed separately.
+
+    ``logical_ranks``: those of all processes, which may have different numbers of them; None: all have as many as this
+    one.
+    """
+
+    @property
+    def is_ordered(self) -> bool:
+        return True
+
+    def __init__(self, module: nn.Module, group: ProcessGroup | None, logical_ranks: int | None = None) -> None:
+        self._module = module
+        self._group = group
+        self._rank, self._size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+        self._wanted = logical_ranks
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._place = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._buffers = BufferMean(module, group, logical_ranks=logical_ranks)
+        self._counters: list[Counter] = []
+        self._presence = Presence(self._parameters)  # in the step in progress
+        self._tree = Tree(self._size, self._size)
+        if isinstance(module, DistributedDataParallel):
+            self._staged = Staged(self._parameters[0].device)
+            own = proxy(self)  # DDP holds the hook in C++, where the garbage collector sees no cycle
+            module.register_comm_hook(None, lambda _, bucket: own._reduce(bucket))
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
+        self._tree = tree = Tree(self._wanted or len(batches) * self._size, self._size)
+        nodes, losses = range(tree.nodes_of(self._rank)), dict[int, LossRecord]()
+        self._counters, self._presence = [Counter() for _ in nodes], Presence(self._parameters)
+        *early, last = [(node, leaf) for node in nodes for leaf in tree.leaves(node)]
+        with self._buffers.step(len(batches)) as buffers:
+            with without_sync(self._module):
+                for node, leaf in early:
+                    losses[leaf] = backward(batches[leaf], 1.0)
+                    self._take(node)
+                    buffers.add(leaf)
+            self._hold_places()
+            losses[last[1]] = backward(batches[last[1]], 1.0)  # runs the hook, if there is one
+            buffers.add(last[1])
+            if self._group is None:
+                self._finish_alone(last[0])
+            check_reduced(self._module)
+        self._counters = []  # release gradients
+        return [losses[leaf] for leaf in range(len(batches))]
+
+    def undo(self) -> None:
+        self._buffers.undo()
+
+    def commit(self) -> None:
+        self._buffers.commit()
+
+    def _hold_places(self) -> None:
+        """Give parameters that had a gradient in an earlier pass one that adds nothing, if DDP finds unused ones.
+
+        DDP remembers that they were used, and fails if they have none after the last pass. Adding to -0.0 keeps bits.
+        """
+        if not (isinstance(self._module, DistributedDataParallel) and self._module.find_unused_parameters):
+            return
+        for index, parameter in enumerate(self._parameters):
+            if index not in self._presence.absent:
+                parameter.grad = torch.full_like(parameter, -0.0)
+
+    def _take(self, node: int) -> None:
+        if self._group is None and not any(counter.waiting for counter in self._counters):
+            # without other processes the loss may freeze and unfreeze parameters
+            self._parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+            self._presence = Presence(self._parameters)
+        self._presence.note()
+        self._counters[node].add(taken(self._parameters))
+
+    def _finish_alone(self, node: int) -> None:
+        self._take(node)
+        sums = [counter.waiting[0] for counter in self._counters]
+        for index, (parameter, *nodes) in enumerate(zip(self._parameters, *sums, strict=True)):
+            if index not in self._presence.absent:
+                parameter.grad = sum_level(nodes) / self._tree.logical_ranks
+
+    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Reduce a bucket: this is the communication hook that DDP calls."""
+        return self._staged.add(bucket.buffer(), self._mean(bucket), last=bucket.is_last())
+
+    def _mean(self, bucket: GradBucket) -> Phases:
+        assert self._group is not None
+        total = yield from reduce_ordered(self._rows(bucket), self._group, nodes=self._tree.nodes)
+        return torch.div(total, self._tree.logical_ranks, out=bucket.buffer())
+
+    def _rows(self, bucket: GradBucket) -> list[Tensor]:
+        """Return this process's nodes of the bucket, tensors (n,); the bucket itself holds the last leaf."""
+        places = [self._place[id(parameter)] for parameter in bucket.parameters()]
+        *complete, current = self._counters
+        for waiting in current.waiting:
+            if waiting[places[0]].is_complex():  # a bucket has one dtype, and these torch gives no gradients for
+                bucket.buffer().add_(torch.cat([_real(waiting[place]).flatten() for place in places]))
+                continue
+            torch._foreach_add_(bucket.gradients(), [waiting[place] for place in places])
+        sums = [counter.waiting[0] for counter in complete]
+        return [*(torch.cat([_real(total[place]).flatten() for place in places]) for total in sums), bucket.buffer()]
+
+
+def _real(gradient: Tensor) -> Tensor:
+    """Return a complex tensor (...) as real numbers (..., 2), as DDP keeps them in a bucket; others as they are."""
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient

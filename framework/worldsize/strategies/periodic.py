@@ -1,0 +1,282 @@
+"""Base classes for strategies with workers that train independently and synchronize periodically.
+
+A strategy derives from ``PeriodicSyncStrategy`` and makes an ``OuterOptimizer``, which is told of every step and
+decides when workers exchange what. ``Rounds`` schedules the exchange of fragments: all at once, or one after the
+other in the background. Synchronized are parameters, and buffers that can be averaged.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from worldsize.collectives.cluster_cost import across, all_reduce_seconds, ring_share, whole_bytes
+from worldsize.collectives.per_rank import local_row, make_equal, stack_per_rank
+from worldsize.collectives.step_timer import phase
+from worldsize.core import (
+    Cluster,
+    ConfigError,
+    Cost,
+    EvaluationBatch,
+    MicroBatch,
+    Range,
+    Recipe,
+    Replica,
+    Role,
+    RunContext,
+    StateDict,
+    StepResult,
+    Strategy,
+    Workload,
+    World,
+)
+from worldsize.strategies.declared_buffers import declare_buffers
+from worldsize.strategies.model_replica import ModelReplica
+from worldsize.strategies.periodic_exchange import Exact, Fragment, mean_of
+from worldsize.strategies.synchronous import alone
+from worldsize.strategies.train_state import OptimizedModel
+from worldsize.strategies.wrapping import refuse_complex
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class PeriodicSyncStrategy(Strategy):
+    """Abstract: each worker takes ``inner_steps`` optimizer steps on its part of the batches between exchanges."""
+
+    trains_multi_update = True
+    compiles = True
+    recomputes = True
+
+    inner_steps: Annotated[int, Range(least=1)] = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reduce == "ordered":
+            raise ConfigError(
+                "reduce=ordered promises the same bits at any world size, but where workers train apart the result "
+                "depends on how many they are. Set reproducibility=deterministic: the same bits at the same world size."
+            )
+        if self.reduce != "flat":
+            raise ConfigError(
+                f"reduce={self.reduce} is a way to sum gradients, and workers that train apart send none. "
+                "Set strategy.reduce=flat."
+            )
+
+    def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+        declare_buffers(recipe, model, trains_apart=True)
+        refuse_complex(model, because="this strategy exchanges real numbers")
+
+    def roles(self, cluster: Cluster) -> Mapping[str, Role]:
+        return {"worker": Role(processes=cluster.processes)}
+
+    def update_parts(self, cluster: Cluster, logical_ranks: int) -> int:
+        return self.data_parallel(cluster)
+
+    @property
+    def schedules_by_metric(self) -> bool:
+        return True
+
+    def replica(self, recipe: Recipe, context: RunContext) -> Replica:
+        world = context.world
+        model = recipe.model().to(world.device)
+        # an outer gradient is meaningless if workers start at different points
+        make_equal(model, world.group)
+        inner = alone(recipe, model, context)
+        return PeriodicSyncReplica(inner, world, self.outer(recipe, inner.train_state, world))
+
+    @abstractmethod
+    def outer(self, recipe: Recipe, train_state: OptimizedModel, world: World) -> OuterOptimizer:
+        """Make the outer optimizer that synchronizes this worker, which trains ``train_state``, with the others."""
+
+
+class OuterOptimizer(ABC):
+    """Synchronizes independent workers: it is called after every step, and decides what they exchange, and when."""
+
+    sent_bytes: int = 0
+    """Bytes that each worker has sent in exchanges since the run began."""
+
+    @abstractmethod
+    def after(self, step: int) -> None:
+        """Make the exchanges that are due after this worker's step number ``step``, counted from 1."""
+
+    def restart(self) -> None:  # noqa: B027 - some keep nothing
+        """Restart from the present model, which has been loaded and is equal on all workers."""
+
+    def state(self) -> StateDict:
+        """Return the state kept between exchanges, equal on all workers."""
+        return {}
+
+    def load(self, state: StateDict) -> None:  # noqa: B027 - some keep nothing
+        """Load what :meth:`state` returned."""
+
+
+@final
+class PeriodicSyncReplica(Replica):
+    """Trains ``inner`` independently, and synchronizes it with the other workers by ``outer``.
+
+    The saved model and optimizer are means over workers, from which any other strategy can resume. The part
+    ``strategy`` also has each worker's own state, from which the same strategy resumes bit for bit.
+    """
+
+    def __init__(self, inner: ModelReplica, world: World, outer: OuterOptimizer) -> None:
+        self._inner, self._world, self._outer = inner, world, outer
+        self._exact = Exact(world)
+        self._taken = 0  # steps since training began or resumed from a model alone
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        result = self._inner.step(micro_batches)
+        self._taken += 1
+        with phase("update"):
+            self._outer.after(self._taken)
+        return result
+
+    def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
+        """Return the metrics of the mean model, so that it does not matter which worker evaluates which batch."""
+        with self._mean_model():
+            return self._inner.evaluate(batches)
+
+    @contextmanager
+    def _mean_model(self) -> Iterator[None]:
+        now = self._inner.model.state_dict()
+        kept = {name: tensor.clone() for name, tensor in now.items()}
+        _copy(now, mean_of(now, self._exact))
+        yield
+        _copy(now, kept)
+
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        self._inner.advance_schedules(value, step=step)
+
+    def state(self) -> StateDict:
+        alone = self._inner.state()
+        mine = {"model": alone["model"], "optimizer": alone["optimizer"]["state"]}
+        mean, scaler = mean_of(mine, self._exact), _figures(alone["scaler"])
+        common = {"taken": self._taken, "sent_bytes": self._outer.sent_bytes, "outer": self._outer.state()}
+        return {
+            **alone,
+            "model": mean["model"],
+            "optimizer": {**alone["optimizer"], "state": mean["optimizer"]},
+            "scaler": _with_figures(alone["scaler"], self._of_first(scaler)),
+            "strategy": {**common, "workers": stack_per_rank({**mine, "scaler": scaler}, self._world)},
+        }
+
+    def _of_first(self, figures: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values of worker 0."""
+        sent = {name: figure.to(self._world.device, copy=True) for name, figure in figures.items()}
+        if self._world.group is not None:
+            for figure in sent.values():
+                dist.broadcast(figure, group=self._world.group, group_src=0)
+        return sent
+
+    def load(self, state: StateDict) -> None:
+        kept = state["strategy"]
+        self._taken, self._outer.sent_bytes = kept["taken"], kept["sent_bytes"]
+        if self._taken == 0:  # saved by another strategy, or by another number of workers
+            self._inner.load(state)
+            self._outer.restart()
+            return
+        mine = local_row(kept["workers"])
+        alone = {"model": mine["model"], "optimizer": {**state["optimizer"], "state": mine["optimizer"]}}
+        self._inner.load({**state, **alone, "scaler": _with_figures(state["scaler"], mine["scaler"])})
+        self._outer.load(kept["outer"])
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the bytes that each worker has sent since the run began, without evaluations and checkpoints."""
+        return {**self._inner.facts(), "sent_bytes": self._outer.sent_bytes}
+
+
+_MOVING = ("scale", "_growth_tracker")  # entries of a gradient scaler's state that change
+
+
+def _figures(scaler: StateDict) -> dict[str, Tensor]:
+    return {name: torch.tensor(scaler[name]) for name in _MOVING if name in scaler}
+
+
+def _with_figures(scaler: StateDict, figures: Mapping[str, Tensor]) -> StateDict:
+    return {**scaler, **{name: figure.item() for name, figure in figures.items()}}
+
+
+def _copy(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        tensor.copy_(values[name])
+
+
+# learning rate of Nesterov SGD with outer gradients
+OuterRate = Annotated[float, Range(above=0, hint="0.7 is usual, 1 with no momentum averages")]
+OuterMomentum = Annotated[float, Range(least=0, below=1, hint="0.9 is usual")]
+
+
+@final
+class Rounds(OuterOptimizer):
+    """Exchanges fragments in turn, each once in ``inner_steps`` steps.
+
+    Fragment i is sent after the steps ``offsets[i] + n × inner_steps``; the result is applied ``delay`` steps later.
+    The second half of the exchange starts after half of the delay.
+    """
+
+    def __init__(
+        self,
+        fragments: Sequence[Fragment],
+        offsets: Sequence[int],
+        *,
+        inner_steps: int,
+        delay: int = 0,
+        mix: float = 0.0,
+    ) -> None:
+        self._fragments, self._offsets = list(fragments), list(offsets)
+        self._inner_steps, self._delay, self._mix = inner_steps, delay, mix
+
+    def after(self, step: int) -> None:
+        for fragment in self._due(step):
+            self.sent_bytes += fragment.send()
+        for fragment in self._due(step - -(-self._delay // 2)):
+            fragment.relay()
+        for fragment in self._due(step - self._delay):
+            fragment.apply(self._mix)
+
+    def _due(self, step: int) -> list[Fragment]:
+        """Return the fragments that are sent after ``step``."""
+        pairs = zip(self._fragments, self._offsets, strict=True)
+        return [fragment for fragment, offset in pairs if (step - offset) % self._inner_steps == 0]
+
+    def restart(self) -> None:
+        for fragment in self._fragments:
+            fragment.restart()
+
+    def state(self) -> StateDict:
+        return {"fragments": [fragment.state(in_flight=self._delay > 0) for fragment in self._fragments]}
+
+    def load(self, state: StateDict) -> None:
+        for fragment, kept in zip(self._fragments, state["fragments"], strict=True):
+            fragment.load(kept)
+
+
+def trained_parameters(model: nn.Module) -> list[Tensor]:
+    """Return the parameters that an optimizer may change, in their shapes."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def frozen_parameters(model: nn.Module) -> list[Tensor]:
+    """Return the parameters, in their shapes, that no optimizer changes; a recipe may, such as averaged copies."""
+    return [parameter for parameter in model.parameters() if not parameter.requires_grad]
+
+
+def averaged_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the buffers, in their shapes, that are saved and can be averaged, such as BatchNorm's statistics."""
+    kept = model.state_dict().keys()
+    return [buffer for name, buffer in model.named_buffers() if name in kept and buffer.is_floating_point()]
+
+
+def averaging_cost(work: Workload, cluster: Cluster, *, every: int) -> Cost:
+    """Return the cost per step of an all-reduce of the parameters once in ``every`` steps, without overlap."""
+    sent = 2 * ring_share(cluster.processes) * work.parameter_bytes / every
+    seconds = all_reduce_seconds(work.parameter_bytes, cluster) / every
+    return Cost(whole_bytes(work), sent, across(cluster, sent), seconds, exposed_seconds=seconds, same=False)

@@ -1,0 +1,180 @@
+"""Averages flat tensors over workers that train independently, and counts the bytes sent.
+
+A ``Fragment`` has the parameters that workers synchronize together, by an outer optimizer step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from worldsize.collectives.step_timer import started, wait
+from worldsize.core import StateDict, World
+from worldsize.devices import on_device
+
+Begun = Callable[[], Callable[[], Tensor]]
+
+
+class Exchange(ABC):
+    """Averages in at least float32, with the same bits on every worker; a single worker sends nothing."""
+
+    def __init__(self, world: World) -> None:
+        self.group, self.size, self.device = world.group, world.size, world.device
+
+    def begin(self, row_n: Tensor) -> Begun:
+        """Start to average ``row_n``, of shape (n,), which may be overwritten.
+
+        The first call of the result sends the second half of the exchange; its result waits for the mean (n,). Every
+        worker must make these calls in the same order.
+        """
+        return (lambda: lambda: row_n) if self.group is None else self._begin(row_n)
+
+    @abstractmethod
+    def _begin(self, row_n: Tensor) -> Begun: ...
+
+    @abstractmethod
+    def sent(self, numel: int) -> int:
+        """Return the bytes that each worker sends to average ``numel`` float32 numbers."""
+
+
+@final
+class Exact(Exchange):
+    """An all-reduce in float32, which has no second half."""
+
+    def _begin(self, row_n: Tensor) -> Begun:
+        work = started(dist.all_reduce(row_n, group=self.group, async_op=True))
+
+        def mean() -> Tensor:
+            wait(work)
+            return row_n.div_(self.size)
+
+        return lambda: mean
+
+    def sent(self, numel: int) -> int:
+        return 2 * (self.size - 1) * -(-numel // self.size) * 4
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Convert ``tensor`` to the dtype of sums, at least float32, in the same shape."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Concatenate ``tensors`` of any shapes to one (n,) on ``device``, at least float32."""
+    return torch.cat([on_device(wide(tensor.detach()).flatten(), device) for tensor in tensors])
+
+
+def split_like(row_n: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Split ``row_n``, of shape (n,), into views with the shapes of ``like``."""
+    parts = torch.split(row_n, [tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def beside(means: Sequence[Tensor], like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Bring those of ``means`` to the host whose tensors of ``like`` are there, with one wait for the device."""
+    places = [place for place, each in enumerate(like) if each.device.type == "cpu" != means[place].device.type]
+    if not places:
+        return means
+    host_n = torch.cat([means[place].flatten() for place in places]).cpu()
+    moved = dict(zip(places, split_like(host_n, [like[place] for place in places]), strict=True))
+    return [moved.get(place, mean) for place, mean in enumerate(means)]
+
+
+def mean_of(tree: Any, exchange: Exchange) -> Any:
+    """Return ``tree`` with every floating-point tensor replaced by its mean over workers."""
+    leaves, spec = tree_flatten(tree)  # in the order of keys, since the position of a number affects its rounding
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    tensors = [leaves[place] for place in places]
+    if tensors:
+        row_n = exchange.begin(flat(tensors, exchange.device))()()
+        for place, mean in zip(places, beside(split_like(row_n, tensors), tensors), strict=True):
+            leaves[place] = mean.to(leaves[place])
+    return tree_unflatten(leaves, spec)
+
+
+@final
+class Fragment:
+    """Parameters that workers exchange together, and their last synchronized values.
+
+    ``own`` are this worker's parameters, changed in place. SGD with Nesterov momentum updates the synchronized values
+    by the outer gradient: their difference from each worker's parameters, averaged over workers (DiLoCo, Douillard et
+    al. 2023, arXiv 2311.08105).
+    """
+
+    def __init__(self, own: Sequence[Tensor], exchange: Exchange, *, lr: float, momentum: float) -> None:
+        self._own, self._exchange = list(own), exchange
+        self._agreed = [nn.Parameter(wide(tensor.detach()).clone()) for tensor in own]
+        self._optimizer = SGD(self._agreed, lr=lr, momentum=momentum, nesterov=momentum > 0)
+        self._numel = sum(tensor.numel() for tensor in own)
+        self._momentum = momentum > 0
+        self._begun: Begun | None = None  # the first half of an exchange in flight
+        self._arriving: Callable[[], Tensor] | None = None  # its second half: waits for the mean
+        self.restart()
+
+    def restart(self) -> None:
+        """Use this worker's parameters, which are equal on all workers, as the synchronized values."""
+        for agreed, tensor in zip(self._agreed, self._own, strict=True):
+            agreed.data.copy_(tensor)
+            if self._momentum:  # SGD itself begins with zeros
+                self._optimizer.state[agreed] = {"momentum_buffer": wide(tensor.detach()).mul(0)}
+        self._begun, self._arriving = None, None
+
+    def send(self) -> int:
+        """Start to exchange outer gradients, and return the bytes that this worker sends."""
+        device = self._exchange.device
+        self._begun = self._exchange.begin(flat(self._agreed, device).sub_(flat(self._own, device)))
+        return self._exchange.sent(self._numel)
+
+    def relay(self) -> None:
+        """Start the second half of the exchange, if one is in flight."""
+        if self._begun is not None:
+            self._arriving, self._begun = self._begun(), None
+
+    def _mean(self) -> Tensor | None:
+        """Wait for the outer gradient and return it, a tensor (n,); None: no exchange is in flight."""
+        self.relay()
+        if self._arriving is None:
+            return None
+        mean_n = self._arriving()
+        self._arriving = lambda: mean_n
+        return mean_n
+
+    def apply(self, mix: float = 0.0) -> None:
+        """Take the outer step, then set parameters to ``mix`` × themselves + (1 − mix) × synchronized values."""
+        if (mean_n := self._mean()) is None:
+            return
+        self._arriving = None
+        for agreed, gradient in zip(self._agreed, split_like(mean_n, self._agreed), strict=True):
+            agreed.grad = gradient.to(agreed)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        for tensor, agreed in zip(self._own, self._agreed, strict=True):
+            tensor.detach().copy_(agreed.detach() if mix == 0 else wide(tensor.detach()).lerp(agreed.detach(), 1 - mix))
+
+    def state(self, *, in_flight: bool) -> StateDict:
+        """Return the state, equal on all workers. ``in_flight``: including the exchange in flight, which is awaited."""
+        momentum = [self._optimizer.state[agreed]["momentum_buffer"] for agreed in self._agreed if self._momentum]
+        state: StateDict = {"agreed": [agreed.detach() for agreed in self._agreed], "momentum": momentum}
+        if not in_flight:
+            return state
+        mean_n = self._mean()
+        incoming = flat(self._agreed, self._exchange.device).zero_() if mean_n is None else mean_n
+        return {**state, "is_coming": mean_n is not None, "incoming": incoming}
+
+    def load(self, state: StateDict) -> None:
+        """Load what :meth:`state` returned; a mean that was then in flight has arrived."""
+        for agreed, value in zip(self._agreed, state["agreed"], strict=True):
+            agreed.data.copy_(value)
+        for agreed, value in zip(self._agreed, state["momentum"], strict=False):
+            self._optimizer.state[agreed]["momentum_buffer"].copy_(value)
+        self._begun, self._arriving = None, None
+        if state.get("is_coming"):
+            incoming_n = state["incoming"].clone()
+            self._arriving = lambda: incoming_n

@@ -1,0 +1,188 @@
+"""Costs of a step: of distributed data parallel training, for each way of summing gradients, and of fully sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from worldsize.collectives.cluster_cost import (
+    across,
+    all_gather_all_seconds,
+    all_reduce_seconds,
+    by_node_bytes,
+    by_node_seconds,
+    exchanged_across_bytes,
+    exchanged_all_seconds,
+    levels,
+    ring_share,
+    slowest,
+    spanned,
+    whole_bytes,
+)
+from worldsize.collectives.cost import (
+    all_gather_seconds,
+    bucketed_exposed_seconds,
+    divided,
+    exposed_seconds,
+    ring_all_reduce_seconds,
+)
+from worldsize.collectives.ordered import LARGEST
+from worldsize.core import Cluster, Cost, Reduction, Workload
+from worldsize.devices import backend_for
+
+# bytes relative to float32; those of PowerSGD depend on the shapes of matrices
+SIZES = {"bf16": 0.5, "fp16": 0.5, "int8": 0.25 + 1 / 1024}
+
+
+def ddp_cost(
+    work: Workload, cluster: Cluster, *, reduce: Reduction, compress: str, density: float, bucket_mb: float
+) -> Cost:
+    """Return the cost of a step whose buckets, of ``bucket_mb`` MiB, are reduced during the backward pass.
+
+    ``compress`` saves bytes on all links, or with ``reduce="hierarchical"`` only between nodes; ``density`` is the
+    share of the numbers that "topk" and "randomk" send. Small gradients on CPUs are gathered rather than reduced, see
+    :mod:`worldsize.collectives.ordered`.
+    """
+    sums = _Sums(work.parameter_bytes, cluster, reduce, compress, density)
+    payload = work.parameter_bytes
+    sent, leaving = sums.sent_bytes()
+    hidden = bucketed_exposed_seconds(payload, bucket_mb * 2**20, work.overlap * work.compute_seconds, sums.seconds)
+    return Cost(
+        memory_bytes=whole_bytes(work),
+        sent_bytes=sent,
+        across_bytes=across(cluster, leaving),
+        communication_seconds=sums.seconds(payload),
+        exposed_seconds=hidden if work.overlap else None,
+    )
+
+
+def is_by_node(cluster: Cluster, reduce: Reduction) -> bool:
+    """Return whether gradients are summed inside nodes first."""
+    return reduce == "hierarchical" and cluster.nodes > 1
+
+
+def gathering(cluster: Cluster, reduce: Reduction) -> tuple[int, str]:
+    """Return how many gather from each other what "topk" sends, and what they are: hierarchical sums gather at the top.
+
+    Each of them is then one unit of the tier below, for which one rank sends a part.
+    """
+    if not is_by_node(cluster, reduce):
+        return cluster.processes, "ranks"
+    return levels(cluster)[-1].members, "units of the last tier" if cluster.tiers else "nodes"
+
+
+@final
+@dataclass(frozen=True)
+class _Sums:
+    """Sums of ``payload_bytes`` of gradients over the processes of ``cluster``."""
+
+    payload_bytes: float
+    cluster: Cluster
+    reduce: Reduction
+    compress: str
+    density: float
+
+    def sent_bytes(self) -> tuple[float, float]:
+        """Return the bytes that a rank sends in a step, and those that leave its node."""
+        payload, cluster = self.payload_bytes, self.cluster
+        if is_by_node(self.cluster, self.reduce):
+            return by_node_bytes(payload, cluster, smaller=self._factor)
+        if self._is_small:
+            sent = (cluster.processes - 1) * payload
+            return sent, sent
+        sent = 2 * ring_share(cluster.processes) * payload * self._factor
+        return sent, exchanged_across_bytes(payload * self._factor, cluster) if self._is_exchanged else sent
+
+    def seconds(self, payload_bytes: float) -> float:
+        """Return the seconds to sum ``payload_bytes``, of a bucket or of all gradients."""
+        if is_by_node(self.cluster, self.reduce):
+            return by_node_seconds(payload_bytes, self.cluster, smaller=self._factor)
+        if self._is_small:
+            return all_gather_all_seconds(payload_bytes * self.cluster.processes, self.cluster)
+        if self._is_exchanged:
+            return exchanged_all_seconds(payload_bytes * self._factor, self.cluster)
+        if self.compress == "topk":
+            return all_gather_all_seconds(2 * payload_bytes * self._factor, self.cluster)
+        return all_reduce_seconds(payload_bytes * self._factor, self.cluster)
+
+    @property
+    def _factor(self) -> float:
+        """Bytes sent per byte of an all-reduce in float32.
+
+        A number of "topk" brings an index of as many bytes, and all of them come from each rank rather than their sum.
+        """
+        if self.compress == "randomk":
+            return self.density
+        if self.compress == "topk":
+            return self.density * gathering(self.cluster, self.reduce)[0]
+        return SIZES.get(self.compress, 1.0)
+
+    @property
+    def _is_exchanged(self) -> bool:
+        return self.reduce == "ordered" or self.compress in SIZES
+
+    @property
+    def _is_small(self) -> bool:
+        plain = not is_by_node(self.cluster, self.reduce) and not self._is_exchanged and self.compress == "none"
+        on_cpu = self.cluster.device == "cpu"
+        return plain and on_cpu and self.cluster.processes * self.payload_bytes <= LARGEST
+
+
+@final
+@dataclass(frozen=True)
+class FSDPSharding:
+    """Properties of a model's sharding on which the cost depends."""
+
+    ranks: int
+    """That hold one copy of the model."""
+    reshard_after_forward: bool
+    gathered_share: float
+    """Bytes of gathered parameters for each byte of float32."""
+    scattered_share: float
+    """The same of gradients that are reduce-scattered."""
+    cpu_offload: bool
+    accumulates_shards: bool = False
+    """Whether gradients are reduced after each micro-batch, not once a step."""
+
+
+def fsdp_cost(work: Workload, cluster: Cluster, sharding: FSDPSharding) -> Cost:
+    """Return the cost of gathering parameters for the forward pass and, unless kept, for the backward pass of each
+    micro-batch, and of the gradients' reduce-scatter; with several copies they are all-reduced between these.
+
+    gloo's reduce-scatter is an all-reduce of which most is thrown away (bytes counted at the interface:
+    benchmarks/README.md), and waits for each unit; on GPUs only the first gather and the last reduce-scatter have
+    nothing to hide behind (arXiv 2304.11277, section 3.3).
+    """
+    payload, size = work.parameter_bytes, sharding.ranks
+    on_cpu = backend_for(cluster.backend, cluster.device) == "gloo"
+    gathers, scatters = 2 if sharding.reshard_after_forward else 1, 2 if on_cpu else 1
+    turns = max(1, work.micro_batches)
+    gathers, scatters = gathers * turns, scatters * (turns if sharding.accumulates_shards else 1)
+    passes = gathers * sharding.gathered_share + scatters * sharding.scattered_share
+    inside = spanned(cluster, size)
+    units = work.blocks + 1  # gathered one by one, the rest of the model as one
+    seconds = passes * units * all_gather_seconds(payload / units, size, inside)
+    sent = passes * ring_share(size) * payload
+    copies, leaving = cluster.processes // size, sent if size > cluster.processes_per_node else 0.0
+    if copies > 1:
+        between = 2 * ring_share(copies) * payload / size
+        shared = divided(slowest(cluster), cluster.processes_per_node)
+        seconds += ring_all_reduce_seconds(payload / size, copies, shared)
+        sent, leaving = sent + between, leaving + between * cluster.processes_per_node
+    ends = 2 * all_gather_seconds(work.unit_bytes, size, inside)
+    hidden = max(ends, exposed_seconds(seconds, work.overlap * work.compute_seconds))
+    return Cost(
+        memory_bytes=_memory_bytes(work, sharding),
+        sent_bytes=sent,
+        across_bytes=across(cluster, leaving),
+        communication_seconds=seconds,
+        exposed_seconds=min(seconds, hidden) if work.overlap and not on_cpu else seconds,
+        added_seconds=-ring_share(size) * work.update_seconds,
+    )
+
+
+def _memory_bytes(work: Workload, sharding: FSDPSharding) -> float:
+    gathered = 2 * work.unit_bytes if sharding.reshard_after_forward else work.parameter_bytes
+    kept = 0.0 if sharding.cpu_offload else (2 * work.parameter_bytes + work.optimizer_bytes) / sharding.ranks
+    summed = work.parameter_bytes if work.micro_batches > 1 and not sharding.accumulates_shards else 0.0
+    return kept + gathered * sharding.gathered_share + summed + work.activation_bytes

@@ -1,0 +1,327 @@
+"""Gradients of workers on a server: their wire formats, the sum of a step, and the units that a shard has applied.
+
+The gradients of one synchronous step are added up as they arrive; while steps overlap, the units that a shard has
+applied are recorded. Both are pure logic: no sockets, no locks, no optimizer. Compressed formats have error feedback:
+the compression error is added to the next gradient.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, final
+
+import numpy
+import torch
+from torch import Tensor
+
+from plugins.parameter_server.row_tables import RowGradients
+from worldsize.collectives.ordered import PartialSums
+from worldsize.net.frames import RefusedError
+
+Gradient = Tensor | RowGradients
+
+
+def with_presence(pieces: Sequence[bool], dtype: torch.dtype) -> Tensor | None:
+    """Return the numbers (pieces,) that follow a bucket on the wire: 1 for each piece with a gradient, or 0.
+
+    None: all have one. A missing gradient is sent as zeros, and an optimizer must leave the piece alone if no worker
+    has one.
+    """
+    return None if all(pieces) else torch.tensor(pieces).to(dtype)
+
+
+@final
+class StepGradients:
+    """Adds up the parts of each gradient in the tree over logical ranks, until its mean is complete.
+
+    Args:
+        step: The step that is being trained.
+        logical_ranks: Number of logical ranks of the mean.
+        buckets: Number of the shard's buckets, whose gradients are numbered from 0.
+        tables: Number of its tables, whose gradients are numbered after those of the buckets.
+
+    Attributes:
+        means: Complete mean gradients that wait for their update, by number.
+        present: Whether any part had a gradient of each piece of a bucket, by the bucket's number: bool (pieces,). A
+            bucket is left out once a part of it had all.
+    """
+
+    def __init__(self, step: int, *, logical_ranks: int, buckets: int, tables: int) -> None:
+        self.means: dict[int, Gradient] = {}
+        self.present: dict[int, Tensor] = {}
+        self._is_full: set[int] = set()  # buckets that had a part with all gradients
+        self._step, self._logical_ranks = step, logical_ranks
+        self._arrivals = [PartialSums(logical_ranks) for _ in range(buckets)]
+        self._row_parts: list[dict[tuple[int, int], RowGradients]] = [{} for _ in range(tables)]
+        self._covered: list[set[int]] = [set() for _ in range(buckets + tables)]  # logical ranks that have arrived
+        self._updated = 0  # means that were taken
+        self._is_weighed = False
+
+    def empty(self, step: int) -> StepGradients:
+        """Return an empty instance for ``step``, with the same buckets and tables."""
+        buckets, tables = len(self._arrivals), len(self._row_parts)
+        return StepGradients(step, logical_ranks=self._logical_ranks, buckets=buckets, tables=tables)
+
+    def add(
+        self, index: int, gradient: Gradient, *, step: int, width: int, node: int, present: Tensor | None = None
+    ) -> bool:
+        """Add a part of gradient ``index``: node ``node`` of the tree's level of ``width`` nodes, as in PartialSums.
+
+        ``present``: which pieces of a bucket have a gradient, bool (pieces,); None: all.
+
+        Returns:
+            Whether the part is new; False if the parts of these logical ranks were added before.
+
+        Raises:
+            RefusedError: There is no such part, it overlaps with earlier parts, or it belongs to a later step.
+        """
+        if step < self._step:
+            return False
+        if step != self._step or not 0 <= node < width or self._logical_ranks % width:
+            raise RefusedError(f"no part {node} of {width} of step {step}; the shard is at step {self._step}")
+        ranks, covered = set(range(node, self._logical_ranks, width)), self._covered[index]
+        if ranks <= covered:
+            return False
+        if ranks & covered:
+            raise RefusedError(f"part {node} of {width} of step {step} overlaps with earlier parts")
+        covered |= ranks
+        if present is None:
+            self._is_full.add(index)
+            self.present.pop(index, None)
+        elif index not in self._is_full:
+            self.present[index] = present | self.present.get(index, present)
+        mean = self._mean(index, gradient, width, node)
+        if mean is not None:
+            self.means[index] = mean
+        return True
+
+    def _mean(self, index: int, gradient: Gradient, width: int, node: int) -> Gradient | None:
+        """Add the part; return the mean over all logical ranks if it was the last one."""
+        if isinstance(gradient, Tensor):
+            self._arrivals[index].add(width, node, [gradient])
+            total = self._arrivals[index].total()
+            return None if total is None else _divided(total[0], self._logical_ranks)
+        parts = self._row_parts[index - len(self._arrivals)]
+        parts[width, node] = gradient
+        return row_mean(parts, self._logical_ranks) if len(self._covered[index]) == self._logical_ranks else None
+
+    @property
+    def all_wait(self) -> bool:
+        """Return whether every mean is complete and none was taken."""
+        return len(self.means) == len(self._covered)
+
+    def weigh(self, factor: float) -> None:
+        """Multiply all means by ``factor``; a second time does nothing."""
+        if not self._is_weighed:
+            for gradient in self.means.values():
+                (gradient if isinstance(gradient, Tensor) else gradient[1]).mul_(factor)
+        self._is_weighed = True
+
+    def take(self, index: int) -> Gradient:
+        """Remove and return the mean of gradient ``index``, for its update."""
+        self._updated += 1
+        return self.means.pop(index)
+
+    @property
+    def all_taken(self) -> bool:
+        """Return whether every mean was taken, so that the step is done."""
+        return self._updated == len(self._covered)
+
+    def image(self) -> dict[str, Any]:
+        """Return all gradients of the step that have arrived, for a standby; tensors are not copied."""
+        return {
+            "means": [[index, gradient] for index, gradient in self.means.items()],
+            "arrivals": [[[*key, part] for key, part in each.parts.items()] for each in self._arrivals],
+            "row_parts": [[[*key, *part] for key, part in each.items()] for each in self._row_parts],
+            "covered": [sorted(each) for each in self._covered],
+            "updated": self._updated,
+            "is_weighed": self._is_weighed,
+            "present": [[index, present] for index, present in self.present.items()],
+            "is_full": sorted(self._is_full),
+        }
+
+    def restore(self, image: Mapping[str, Any]) -> None:
+        """Load the :meth:`image` of the same step on the master."""
+        self.means = dict(image["means"])
+        for arrivals, parts in zip(self._arrivals, image["arrivals"], strict=True):
+            arrivals.parts = {(width, node): part for width, node, part in parts}
+        self._row_parts = [{(width, node): (ids, g) for width, node, ids, g in each} for each in image["row_parts"]]
+        self._covered = [set(each) for each in image["covered"]]
+        self._updated, self._is_weighed = image["updated"], image["is_weighed"]
+        self.present, self._is_full = dict(image["present"]), set(image["is_full"])
+
+
+def row_mean(parts: Mapping[tuple[int, int], RowGradients], logical_ranks: int) -> RowGradients:
+    """Return the mean over all logical ranks of a table's gradient, ids (n,) and values (n, dim), summed in tree order.
+
+    It has the same bits as the gradient of the whole table, summed in that tree, since adding a zero changes nothing.
+    """
+    if len(parts) == 1:
+        ((ids_n, values_nd),) = parts.values()
+        return ids_n, _divided(values_nd, logical_ranks)
+    ids_n = torch.unique(torch.cat([ids for ids, _ in parts.values()]))
+    arrivals = PartialSums(logical_ranks)
+    for (width, node), (ids, values) in parts.items():
+        part_nd = values.new_zeros(len(ids_n), values.shape[1])
+        part_nd[torch.searchsorted(ids_n, ids)] = values
+        arrivals.add(width, node, [part_nd])
+    total = arrivals.total()
+    assert total is not None, "all logical ranks have come"
+    return ids_n, _divided(total[0], logical_ranks)
+
+
+def _divided(total: Tensor, count: int) -> Tensor:
+    return total.div_(count) if count > 1 else total
+
+
+@final
+class UnitLog:
+    """Records which gradients of each unit have arrived, so that each is applied once even if it is repeated.
+
+    A unit is identified by its step and its first logical rank.
+
+    Args:
+        closed: The last step whose units are all applied.
+        logical_ranks: Number of units of a step.
+        gradients: Number of gradients of a unit: one per bucket and one per table.
+
+    Attributes:
+        closed: The last step such that it and all earlier steps are complete.
+    """
+
+    def __init__(self, closed: int, *, logical_ranks: int, gradients: int) -> None:
+        self.closed = closed
+        self._logical_ranks, self._gradients = logical_ranks, gradients
+        self._taken: dict[tuple[int, int], set[int]] = {}  # of steps after `closed`
+
+    def add(self, unit: tuple[int, int], index: int) -> bool:
+        """Record that gradient ``index`` of a unit has arrived; return False if it was recorded before."""
+        if unit[0] <= self.closed or index in self._taken.get(unit, ()):
+            return False
+        self._taken.setdefault(unit, set()).add(index)
+        return True
+
+    def is_complete(self, unit: tuple[int, int]) -> bool:
+        """Return whether all gradients of a unit have arrived."""
+        return len(self._taken[unit]) == self._gradients
+
+    def close_steps(self) -> None:
+        """Forget the units of complete steps, for which ``closed`` is enough."""
+        while True:
+            of_next = [unit for unit in self._taken if unit[0] == self.closed + 1]
+            if len(of_next) < self._logical_ranks or not all(self.is_complete(unit) for unit in of_next):
+                return
+            for unit in of_next:
+                del self._taken[unit]
+            self.closed += 1
+
+    def image(self) -> dict[str, object]:
+        """Return the complete record, for a standby."""
+        return {"closed": self.closed, "taken": [[*unit, sorted(come)] for unit, come in self._taken.items()]}
+
+    def restore(self, *, closed: int, taken: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Load the :meth:`image` of the master's log."""
+        self.closed = closed
+        self._taken = {(step, rank): set(come) for step, rank, come in taken}
+
+
+Compression = Literal["none", "bf16", "onebit", "topk"]
+
+
+class GradientCodec(ABC):
+    """A wire format of float32 gradients (n,). The length of a payload depends only on the number of elements."""
+
+    dtype: torch.dtype = torch.uint8
+
+    @abstractmethod
+    def length(self, numel: int) -> int:
+        """Return how many numbers of ``dtype`` a payload of ``numel`` elements has."""
+
+    @abstractmethod
+    def encode(self, gradient_n: Tensor) -> Tensor:
+        """Encode float32 (n,) as a payload (length(n),); may change ``gradient_n``."""
+
+    @abstractmethod
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        """Decode a payload (length(numel),) to a float32 gradient (numel,)."""
+
+
+@final
+class HalfBytes(GradientCodec):
+    """bfloat16: half the bytes."""
+
+    dtype = torch.bfloat16
+
+    def length(self, numel: int) -> int:
+        return numel
+
+    def encode(self, gradient_n: Tensor) -> Tensor:
+        return gradient_n.bfloat16()
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        return payload.float()
+
+
+@final
+class OneBit(GradientCodec):
+    """One bit per number: signs, and the means of positive and negative numbers (Seide et al. 2014, Interspeech)."""
+
+    def length(self, numel: int) -> int:
+        return 8 + -(-numel // 8)
+
+    def encode(self, gradient_n: Tensor) -> Tensor:
+        positive_n = gradient_n >= 0
+        means = [float(part.mean()) if len(part) else 0.0 for part in (gradient_n[positive_n], gradient_n[~positive_n])]
+        bits = torch.from_numpy(numpy.packbits(positive_n.numpy()))
+        return torch.cat([torch.tensor(means).view(torch.uint8), bits])
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        positive, negative = payload[:8].clone().view(torch.float32)
+        bits = torch.from_numpy(numpy.unpackbits(payload[8:].numpy(), count=numel)).bool()
+        return torch.where(bits, positive, negative)
+
+
+@final
+class TopK(GradientCodec):
+    """The fraction ``share`` of largest numbers, with indices (Aji and Heafield 2017, arXiv 1704.05021)."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+
+    def _count(self, numel: int) -> int:
+        return max(1, int(numel * self._share))
+
+    def length(self, numel: int) -> int:
+        return 8 * self._count(numel)
+
+    def encode(self, gradient_n: Tensor) -> Tensor:
+        places_k = gradient_n.abs().topk(self._count(len(gradient_n)), sorted=False).indices
+        return torch.cat([places_k.int().view(torch.uint8), gradient_n[places_k].view(torch.uint8)])
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        half = len(payload) // 2
+        places_k, values_k = payload[:half].clone().view(torch.int32).long(), payload[half:].clone().view(torch.float32)
+        gradient_n = torch.zeros(numel)
+        gradient_n[places_k.clamp(0, numel - 1)] = values_k
+        return gradient_n
+
+
+@final
+class Feedback:
+    """Adds the compression error of earlier gradients to the next, by key (error feedback, arXiv 1901.09847)."""
+
+    def __init__(self, codec: GradientCodec) -> None:
+        self.codec = codec
+        self._lost: dict[object, Tensor] = {}
+
+    def encode(self, key: object, gradient_n: Tensor) -> Tensor:
+        whole_n = gradient_n if key not in self._lost else self._lost[key].add_(gradient_n)
+        payload = self.codec.encode(whole_n)
+        self._lost[key] = whole_n - self.codec.decode(payload, len(whole_n))
+        return payload
+
+
+def codec_of(compression: Compression, *, share: float) -> GradientCodec | None:
+    """Make the configured format; None: gradients are not compressed. ``share`` is the fraction kept by "topk"."""
+    return {"none": None, "bf16": HalfBytes(), "onebit": OneBit(), "topk": TopK(share)}[compression]

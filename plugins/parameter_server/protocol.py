@@ -1,0 +1,229 @@
+"""The protocol of workers and servers: its operations, in addition to the common ones, state trees, and retries.
+
+A state tree is JSON and the tensors' bytes in one frame; nothing is unpickled. Requests go to the masters of shards,
+whichever processes these currently are. Servers record the pushes applied from each worker, so that each is applied
+exactly once if connections break.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeVar, final
+
+import torch
+
+from worldsize.checkpoint.manifest_tree import join, split
+from worldsize.net.channel import Channel, LostError
+from worldsize.net.frames import (
+    DTYPES,
+    MAX_MESSAGE_BYTES,
+    CommonOperation,
+    Header,
+    RefusedError,
+    message,
+    view,
+)
+from worldsize.net.registry import Dialer
+from worldsize.strict_json import parse
+
+
+class Operation(IntEnum):
+    """Requests and answers. Messages are JSON; each request gets one answer unless noted otherwise."""
+
+    PUSH = 32  # a gradient of one bucket; answered by DONE, all pushes of a step in their order
+    PULL = 33  # answered by WEIGHTS, once for each bucket
+    WEIGHTS = 34
+    PUSH_ROWS = 35  # ids as below, then gradients (float32) of rows of one table; answered by DONE
+    PULL_ROWS = 36  # unique sorted ids (int64); answered by WEIGHTS of shape (rows, dim)
+    TICK = 37  # message: the task that the worker finished; answered by TASK when there is one
+    TASK = 38  # message
+    NORMS = 39  # answered by a MESSAGE once all gradients of the step have arrived
+    APPLY = 40  # message: the step, and the factor of its gradient; answered by DONE
+    STATE = 41  # answered by DONE once the state is copied, then by TREE
+    TREE = 42  # JSON and tensors, see plugins.parameter_server.protocol
+    STOP = 43  # message, to a server: the run ends; answered by DONE
+    RESET = 44  # message: the last completed step; gradients of later ones are dropped; answered by DONE
+    FACTS = 45  # answered by a MESSAGE
+    WEIGH = 46  # message: the step, and a factor for its mean gradient before NORMS; answered by DONE
+    BEGIN = 47  # message: a step with several updates begins; answered by DONE
+    ROLL_BACK = 48  # message: the number of updates to count on from at the step's start; answered by DONE
+    ADVANCE = 49  # message: the value of a metric, and the step after which it was evaluated; answered by DONE
+
+
+class Fields(NamedTuple):
+    """Meanings of the seven numbers in a frame's header.
+
+    Attributes:
+        table: The bucket or the table to which the payload belongs.
+        width: Number of nodes of a level of the tree over logical ranks; see ``node``.
+        node: Index of the node, in the level with ``width`` nodes, whose sum the gradient is.
+        seen: Number of updates, modulo 2^32, in the weights with which a gradient was computed, or in pulled weights.
+        epoch: Number of times that the pushing worker has joined the run.
+        sequence: Number of the worker's push in its epoch.
+        step: The step of a gradient, or the last step whose updates weights include.
+    """
+
+    table: int = 0
+    width: int = 0
+    node: int = 0
+    seen: int = 0
+    epoch: int = 0
+    sequence: int = 0
+    step: int = 0
+
+
+def shard_service(shard: int) -> str:
+    """Return the name of a shard's service in the run's registry."""
+    return f"shard {shard}"
+
+
+_LENGTH = struct.Struct("<Q")
+_NAMES = {str(dtype): dtype for dtype in (*DTYPES, torch.bool, torch.int32, torch.int16, torch.int8)}
+
+
+def send_tree(channel: Channel, tree: Any) -> None:
+    """Send a state: dicts, lists, tensors and plain values. Raises LostError."""
+    tensors, values = split(tree)
+    facts = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+    head = json.dumps({"values": values, "tensors": facts}).encode()
+    parts = [memoryview(_LENGTH.pack(len(head)) + head), *(view(t.contiguous()) for t in tensors.values())]
+    channel.send(Header(Operation.TREE, shape=(sum(part.nbytes for part in parts),)), parts)
+
+
+def receive_tree(channel: Channel) -> Any:
+    """Receive a state that :func:`send_tree` sent.
+
+    Raises:
+        LostError: The peer has gone.
+        RefusedError: The frame is not a state, or its length is not that of the tensors.
+    """
+    header = channel.answer(Operation.TREE)
+    head = bytearray(_LENGTH.size)
+    channel.fill([memoryview(head)])
+    (length,) = _LENGTH.unpack(head)
+    if header.dtype != torch.uint8 or not 0 < length <= min(header.length, MAX_MESSAGE_BYTES):
+        raise RefusedError(f"a state announces {length} bytes of names in {header.length}")
+    facts = bytearray(length)
+    channel.fill([memoryview(facts)])
+    try:
+        described = parse(bytes(facts), at_most=MAX_MESSAGE_BYTES)
+    except ValueError as error:
+        raise RefusedError(f"a state's names are not JSON: {error}") from None
+    tensors = {name: torch.empty(shape, dtype=_NAMES[dtype]) for name, (dtype, shape) in described["tensors"].items()}
+    if sum(tensor.nbytes for tensor in tensors.values()) + length + _LENGTH.size != header.length:
+        raise RefusedError("a state's tensors are not as long as its frame")
+    channel.fill([view(tensor) for tensor in tensors.values()])
+    return join(described["values"], tensors)
+
+
+T = TypeVar("T")
+Frame = tuple[Header, Sequence[memoryview]]
+
+
+@final
+class Peer:
+    """Sends requests to the current master of a shard, and repeats them if the connection breaks."""
+
+    def __init__(self, dialer: Dialer, shard: int) -> None:
+        self._dialer, self._service = dialer, shard_service(shard)
+        self._channel, _ = dialer.connect(self._service, "peer")
+
+    def _request(self, frame: Frame, receive: Callable[[Channel], T]) -> T:
+        while True:
+            try:
+                self._channel.send(*frame)
+                return receive(self._channel)
+            except LostError:
+                self._channel.close()
+                self._channel, _ = self._dialer.connect(self._service, "peer")
+
+    def ask(self, operation: Operation) -> Any:
+        """Request a message: NORMS or FACTS."""
+        frame: Frame = (Header(operation), [])
+        return self._request(frame, lambda channel: channel.message(channel.answer(CommonOperation.MESSAGE)))
+
+    def command(self, operation: Operation, facts: Any) -> None:
+        """Send a command, such as APPLY, and wait until it is done."""
+        self._request(message(operation, facts), lambda channel: channel.answer(CommonOperation.DONE))
+
+    def state(self) -> Any:
+        """Request a copy of the shard's state."""
+
+        def receive(channel: Channel) -> Any:
+            channel.answer(CommonOperation.DONE)
+            return receive_tree(channel)
+
+        return self._request((Header(Operation.STATE), []), receive)
+
+
+@final
+class Peers:
+    """Sends requests to the masters of several ``shards`` concurrently, each in its own thread."""
+
+    def __init__(self, dialer: Dialer, shards: Iterable[int]) -> None:
+        self._peers = [Peer(dialer, shard) for shard in shards]
+        self._pool = ThreadPoolExecutor(max(1, len(self._peers)), "peer")
+
+    def request(self, question: Callable[[Peer], T]) -> list[T]:
+        """Call ``question`` with each peer; return the answers in the order of the shards."""
+        return list(self._pool.map(question, self._peers))
+
+    def ask(self, operation: Operation) -> list[Any]:
+        """Request a message from each, see :meth:`Peer.ask`."""
+        return self.request(lambda peer: peer.ask(operation))
+
+    def command(self, operation: Operation, facts: Any) -> None:
+        """Send a command to each, and wait until all are done, see :meth:`Peer.command`."""
+        self.request(lambda peer: peer.command(operation, facts))
+
+
+@dataclass
+class Session:
+    """One membership of a worker in the run; its pushes are numbered from 1.
+
+    Attributes:
+        epoch: The epoch in which the worker was admitted.
+        sequence: Number of the last push that was applied.
+    """
+
+    epoch: int
+    sequence: int = 0
+
+
+@final
+class Sessions:
+    """The sessions of all workers on one server. Callers hold the shard's lock."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Session] = {}
+        self._taken_by_master: dict[int, int] = {}  # sequence by epoch, while this server was a standby
+
+    def open(self, name: str, epoch: int) -> Session:
+        """Return the session of a worker. A later epoch starts a new session; the same epoch continues the old one.
+
+        Raises:
+            RefusedError: The worker has since joined in a later epoch.
+        """
+        session = self._by_name.get(name)
+        if session is None or epoch > session.epoch:
+            session = self._by_name[name] = Session(epoch, self._taken_by_master.get(epoch, 0))
+        if epoch < session.epoch:
+            raise RefusedError(f"{name} has since rejoined in epoch {session.epoch}; this is epoch {epoch}")
+        return session
+
+    def note_taken(self, epoch: int, sequence: int) -> None:
+        """Record, on a standby, the last push that the master has applied."""
+        self._taken_by_master[epoch] = sequence
+
+    def image(self) -> dict[int, int]:
+        """Return the last sequence number of each epoch, for a standby."""
+        return {**self._taken_by_master, **{each.epoch: each.sequence for each in self._by_name.values()}}
+
+    def restore(self, image: Mapping[int, int]) -> None:
+        """Load the :meth:`image` of a master."""
+        self._taken_by_master = dict(image)

@@ -1,0 +1,338 @@
+"""Replication of a shard: one master acknowledges pushes, after its standby has performed them, and is succeeded by it.
+
+Mastership is the right of one server at a time to acknowledge pushes to a shard. The master's log of operations goes
+to its standby. Succession: a server becomes master of its shard as the first one, as a standby, or from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn, final
+
+from plugins.parameter_server.protocol import (
+    Fields,
+    Operation,
+    Sessions,
+    receive_tree,
+    send_tree,
+)
+from plugins.parameter_server.shard import PushReceiver
+from worldsize.net.channel import Channel, LostError
+from worldsize.net.frames import CommonOperation, Header, RefusedError
+from worldsize.net.registry import Dialer, Entry, Registry
+
+_logger = logging.getLogger(__name__)
+
+_FENCED = 70  # exit code
+
+
+@dataclass
+class _Standby:
+    """The server that has a copy of the shard, and the numbers of operations that it was sent and has performed."""
+
+    channel: Channel
+    sent: int = 0
+    made: int = 0
+
+
+Ticket = tuple[_Standby, int]  # the number of a forwarded operation
+
+
+@final
+class ReplicationLog:
+    """Forwards changes of a shard to its standby, in the same order.
+
+    Args:
+        mastership: Renewed when a standby is given up; a server that lost it ends at once, without acknowledging.
+        lease: Seconds without an answer after which a standby is given up.
+        expects_standby: Whether a standby will connect.
+
+    Attributes:
+        changed: Guards the shard; notified when it has changed.
+        ended: Set when the run is over.
+    """
+
+    def __init__(self, mastership: Mastership, *, lease: float, expects_standby: bool) -> None:
+        self._mastership, self._lease = mastership, lease
+        self.changed = threading.Condition()
+        self.ended = threading.Event()
+        self._standby: _Standby | None = None
+        self._is_followed = threading.Event()
+        if not expects_standby:
+            self._is_followed.set()
+
+    def start(self) -> None:
+        """Start to check the mastership regularly."""
+        threading.Thread(target=self._watch, daemon=True, name="watch").start()
+
+    def _watch(self) -> None:
+        """Send heartbeats to the standby, and end this process if another server has become master."""
+        while not self.ended.wait(self._lease / 4):
+            if not self._mastership.is_current():
+                _end_fenced()
+            with self.changed:
+                self.forward(Header(CommonOperation.HEARTBEAT), [])
+
+    def wait_for_standby(self) -> None:
+        """Wait until a standby has connected, if one is expected, but no longer than a lease."""
+        self._is_followed.wait(self._lease)
+
+    def lead(self, channel: Channel, name: str, image: Callable[[], Any]) -> None:
+        """Send the standby ``name`` a copy of the state, and every later operation, until it disconnects.
+
+        Args:
+            channel: The connection to the standby.
+            name: The name of the standby.
+            image: Returns the copy; called with the lock held.
+
+        Raises:
+            RefusedError: There is a standby already.
+            LostError: The standby disconnected before it received the copy.
+        """
+        channel.wait_at_most(self._lease)
+        standby = _Standby(channel)
+        with self.changed:
+            if self._standby is not None:
+                raise RefusedError("there is a standby already")
+            channel.send_message(CommonOperation.WELCOME, {})
+            send_tree(channel, image())
+            self._standby = standby
+        self._is_followed.set()
+        _logger.info("%s stands by", name)
+        with suppress(LostError, RefusedError):
+            while True:
+                channel.answer(CommonOperation.DONE)
+                with self.changed:
+                    standby.made += 1
+                    self.changed.notify_all()
+        self._abandon(standby)
+
+    def forward(self, header: Header, payload: Sequence[memoryview]) -> Ticket | None:
+        """Send an operation to the standby, if there is one.
+
+        The caller holds the lock until it has performed the operation itself, so that both perform all in the same
+        order.
+        """
+        standby = self._standby
+        if standby is None:
+            return None
+        try:
+            standby.channel.send(header, payload)
+        except LostError:
+            self._abandon(standby)
+            return None
+        standby.sent += 1
+        return standby, standby.sent
+
+    def settle(self, ticket: Ticket | None) -> None:
+        """Wait until the standby has performed the operation, or is given up. The caller holds no lock."""
+        if ticket is not None:
+            standby, number = ticket
+            with self.changed:
+                self.changed.wait_for(lambda: standby.made >= number or self._standby is not standby)
+
+    def _abandon(self, standby: _Standby) -> None:
+        """Continue without a standby, unless it has declared this server dead and become master."""
+        with self.changed:
+            if self._standby is not standby or self.ended.is_set():
+                return
+            if not self._mastership.renew():
+                _end_fenced()
+            self._standby = None
+            self.changed.notify_all()
+        _logger.info("there is no standby any more")
+
+
+def _end_fenced() -> NoReturn:
+    _logger.info("another server is master of this shard now")
+    os._exit(_FENCED)
+
+
+_POLL = 0.02  # seconds
+
+
+@final
+class Succession:
+    """Waits until a server is master of its shard, as a standby of the current master if there is one.
+
+    Args:
+        dialer: Connects this server to the others.
+        mastership: The right to serve the shard; this server has it when :meth:`run` returns.
+        receiver: Receives pushes to the shard; the master forwards them while this server is its standby.
+        sessions: The sessions of the shard's workers, which are copied from the master meanwhile.
+        lease: Seconds without a heartbeat after which a master is declared dead.
+        is_first: Whether this server becomes master if the shard has had none.
+        has_standbys: Whether another standby may take over from a dead master.
+    """
+
+    def __init__(
+        self,
+        dialer: Dialer,
+        mastership: RegisteredMastership,
+        receiver: PushReceiver,
+        sessions: Sessions,
+        *,
+        lease: float,
+        is_first: bool,
+        has_standbys: bool,
+    ) -> None:
+        self.mastership, self.receiver, self.sessions = mastership, receiver, sessions
+        self._dialer, self._registry = dialer, dialer.registry
+        self._lease, self._is_first, self._has_standbys = lease, is_first, has_standbys
+
+    def run(self) -> None:
+        """Return when this server is master.
+
+        Raises:
+            EndedError: The run is over, and this server never became master.
+            WorldsizeError: No server became master in time.
+        """
+        while not self._becomes_master():
+            pass
+        master = self.mastership
+        _logger.info("%s is master of %s in epoch %d", self._dialer.name, master.service, master.epoch)
+
+    def _becomes_master(self) -> bool:
+        service = self.mastership.service
+        entry = self._registry.newest(service)
+        if entry is None and self._is_first:
+            return self.mastership.renew()
+        entry = entry or self._registry.wait(service)
+        self.mastership.epoch = entry.epoch
+        try:
+            if self._stand_by(entry):
+                return self.mastership.renew()
+        except RefusedError:  # the master has not yet noticed that its old standby is dead
+            time.sleep(_POLL)
+            return False
+        return self._nobody_came(entry) and self.mastership.renew()
+
+    def _stand_by(self, entry: Entry) -> bool:
+        """Be the master's standby until it dies; return False if it is dead already.
+
+        Raises:
+            RefusedError: The master has a standby.
+        """
+        self._registry.check_open()
+        try:
+            channel, _ = self._dialer.attempt(entry, "standby")
+        except LostError:
+            return False
+        try:
+            image = receive_tree(channel)
+        except LostError:
+            channel.close()
+            return False
+        self.receiver.shard.restore(image["shard"])
+        self.sessions.restore(image["sessions"])
+        channel.wait_at_most(self._lease)
+        _logger.info("%s stands by for %s", self._dialer.name, entry.name)
+        try:
+            self._follow(channel)
+        except LostError as error:
+            self._registry.check_open()
+            _logger.info("%s is gone: %s", entry.name, error)
+        finally:
+            channel.close()
+        return True
+
+    def _nobody_came(self, entry: Entry) -> bool:
+        """Return whether no standby has taken over within a lease after the master's death."""
+        deadline = time.monotonic() + (self._lease if self._has_standbys else 0.0)
+        while (now := self._registry.newest(self.mastership.service)) is None or now.epoch == entry.epoch:
+            self._registry.check_open()
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(_POLL)
+        return False
+
+    def _follow(self, channel: Channel) -> None:
+        """Perform every operation of the master, in order. A push that it refused changes nothing here either."""
+        while True:
+            header = channel.header()
+            try:
+                self._make(channel, header)
+            except RefusedError as error:
+                _logger.info("as the master, refused: %s", error)
+            channel.send(Header(CommonOperation.DONE))
+
+    def _make(self, channel: Channel, header: Header) -> None:
+        shard = self.receiver.shard
+        match header.operation:
+            case Operation.PUSH | Operation.PUSH_ROWS:
+                _, gradient = self.receiver.receive(channel, header)
+                fields = Fields._make(header.fields)
+                self.sessions.note_taken(fields.epoch, fields.sequence)
+                self.receiver.take(header, gradient)
+            case Operation.APPLY:
+                shard.apply(**channel.message(header))
+            case Operation.WEIGH:
+                shard.weigh(**channel.message(header))
+            case Operation.ADVANCE:
+                shard.parameters.advance_schedule_by(**channel.message(header))
+            case Operation.RESET:
+                shard.reset(**channel.message(header))
+            case CommonOperation.HEARTBEAT:
+                pass
+            case _:
+                raise RefusedError(f"{header.operation.name} from the master")
+
+
+class Mastership(ABC):
+    """The right of a server to acknowledge pushes to its shard."""
+
+    @abstractmethod
+    def renew(self) -> bool:
+        """Become master of the next epoch; False if another server has."""
+
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Return whether no other server has become master since."""
+
+
+@final
+class SoleMastership(Mastership):
+    """The mastership of a server without rivals, which is not registered."""
+
+    def renew(self) -> bool:
+        return True
+
+    def is_current(self) -> bool:
+        return True
+
+
+@final
+class RegisteredMastership(Mastership):
+    """Mastership by registration: the server that registered for the newest epoch has it.
+
+    Args:
+        registry: The registry of the run's services.
+        service: The name of the shard there.
+        address: The address at which this server listens.
+        name: The name of this server, as in its certificate.
+
+    Attributes:
+        epoch: The epoch in which this server is master, or the newest that it has seen as a standby.
+    """
+
+    def __init__(self, registry: Registry, service: str, *, address: str, name: str) -> None:
+        self._registry, self._address, self._name = registry, address, name
+        self.service = service
+        self.epoch = 0
+
+    def renew(self) -> bool:
+        if not self._registry.acquire(self.service, self.epoch + 1, self._address, self._name):
+            return False
+        self.epoch += 1
+        return True
+
+    def is_current(self) -> bool:
+        entry = self._registry.newest(self.service)
+        return entry is None or entry.epoch == self.epoch

@@ -1,0 +1,299 @@
+"""The servers of a run: their addresses and credentials, the start of each, and the joint state of their shards.
+
+The state of all shards is converted to the form that every strategy saves, and back.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plugins.parameter_server.protocol import Operation, Sessions, shard_service
+from plugins.parameter_server.remote_embedding import RemoteTable, remotes, rowless_model
+from plugins.parameter_server.replication import (
+    RegisteredMastership,
+    ReplicationLog,
+    Succession,
+)
+from plugins.parameter_server.row_store import RowUpdate, update_of
+from plugins.parameter_server.row_tables import RowRule, Rows, Table, initial_rows
+from plugins.parameter_server.server import SERVER_PREFIX, ShardServer
+from plugins.parameter_server.shard import PushReceiver, Rule, Shard
+from plugins.parameter_server.shard_master import ShardMaster, ignore_step
+from plugins.parameter_server.shard_parameters import ShardParameters
+from plugins.parameter_server.sharding import ShardingPlan
+from worldsize.core import Cluster, ConfigError, Recipe, Rendezvous, RunContext, StateDict
+from worldsize.net.credentials import Credentials, create_authority, issue_certificate
+from worldsize.net.endpoints import Service, address_of, listen
+from worldsize.net.registry import Dialer, Registry
+from worldsize.record.run_directory import private
+from worldsize.strategies.train_state import OptimizedModel, TrainState, optimizer_of
+
+Transport = Literal["auto", "unix", "tls", "tcp"]
+
+
+@final
+@dataclass(frozen=True)
+class PendingServer:
+    """A server that is not yet master of its shard.
+
+    Attributes:
+        train_state: The full model with the newest checkpoint's state, for saving and warnings.
+        succession: Waits until this server is master; run it before :meth:`serve`.
+        dialer: Connects this process to the other servers.
+        listener: The socket at which this server will accept connections.
+        lease: Seconds without a heartbeat after which a standby is given up.
+        has_standby: Whether a standby will connect.
+    """
+
+    train_state: TrainState
+    succession: Succession
+    dialer: Dialer
+    listener: socket.socket
+    lease: float
+    has_standby: bool
+
+    @property
+    def shard(self) -> Shard:
+        """The shard, which copies the master's while another server is master."""
+        return self.succession.receiver.shard
+
+    def serve(
+        self,
+        *,
+        services: Mapping[str, Service] = {},
+        on_step: Callable[[int], None] = ignore_step,
+        on_begin: Callable[[int], None] = ignore_step,
+        leader_prefix: str = SERVER_PREFIX,
+    ) -> ShardServer:
+        """Serve as the shard's master; return when the standby has connected, or none did within a lease.
+
+        Args:
+            services: Further services, by the kind of connection.
+            on_step: Called with the number of the step in progress at each push.
+            on_begin: Called with the number of each step with several updates that begins.
+            leader_prefix: The beginning of the names of processes that may lead the run.
+        """
+        log = ReplicationLog(self.succession.mastership, lease=self.lease, expects_standby=self.has_standby)
+        sessions, timeout = self.succession.sessions, self.dialer.timeout
+        master = ShardMaster(self.succession.receiver, sessions, log, timeout=timeout, on_step=on_step)
+        server = ShardServer(
+            master,
+            self.listener,
+            self.dialer.credentials,
+            services=services,
+            leader_prefix=leader_prefix,
+            on_begin=on_begin,
+        )
+        server.start()
+        log.wait_for_standby()
+        return server
+
+
+@final
+@dataclass(frozen=True)
+class ServerGroup:
+    """The servers of a run. The options are those of :class:`ParameterServer`."""
+
+    servers: int
+    replicas: int
+    lease: float
+    transport: Transport
+    host: str | None
+    nodes: int
+
+    @property
+    def processes(self) -> int:
+        """Number of servers and standbys together."""
+        return self.servers * (1 + self.replicas)
+
+    @property
+    def wire(self) -> Transport:
+        """The transport to use; "auto" is resolved."""
+        return self.transport if self.transport != "auto" else "unix" if self.nodes == 1 else "tls"
+
+    def check(self, cluster: Cluster, workers: int) -> None:
+        """Raise ConfigError if the options cannot be used on ``cluster`` with this number of workers."""
+        if cluster.device != "cpu":
+            raise ConfigError(
+                f"parameter servers send gradients from host memory, and cluster.device={cluster.device} computes them "
+                "elsewhere. Set cluster.device=cpu, or use strategy=fsdp or zero."
+            )
+        if self.servers < 1 or workers < 1:
+            raise ConfigError(
+                f"a parameter server needs at least one server and one worker; the cluster has {cluster.processes} "
+                f"processes, {self.processes} of them servers. "
+                f"Set cluster.processes={max(1, self.processes) + 1} or more."
+            )
+        if self.wire == "unix" and self.nodes > 1:
+            raise ConfigError(
+                f"strategy.transport=unix works inside one host, and there are {self.nodes}. "
+                "Set strategy.transport=tls."
+            )
+
+    def prepare(self, folder: Path) -> None:
+        """Create the run's certificate authority if TLS is used; called in the launching process."""
+        if self.wire == "tls":
+            create_authority(private(folder) / "keys")
+
+    def dialer(self, name: str, context: RunContext) -> Dialer:
+        """Make the dialer of the process ``name`` to the servers of the run. Raises ConfigError outside of a run."""
+        meeting = context.meeting_place(needs="a parameter server needs its servers")
+        credentials = issue_certificate(meeting.folder / "keys", name) if self.wire == "tls" else None
+        return Dialer(name, Registry(meeting.folder, meeting.timeout), credentials, meeting.timeout, Operation)
+
+    def server(
+        self, recipe: Recipe, train_state: TrainState, context: RunContext, *, plan: ShardingPlan, rule: Rule
+    ) -> PendingServer:
+        """Make this process's server, with the newest checkpoint's state.
+
+        Args:
+            recipe: The recipe of the run.
+            train_state: The first model that the recipe made in this process; only it has the run's initial weights.
+            context: The context of the run, with its newest checkpoint.
+            plan: The assignment of parameters to servers.
+            rule: When gradients become an update.
+        """
+        index = context.world.rank % self.servers
+        shard, full = self._shard(recipe, train_state, context, index, plan=plan, rule=rule)
+        dialer = self.dialer(f"{SERVER_PREFIX}{context.world.rank}", context)
+        return self.pending(PushReceiver(shard, plan.codec), full, context, dialer, number=index)
+
+    def pending(
+        self, receiver: PushReceiver, full: TrainState, context: RunContext, dialer: Dialer, *, number: int
+    ) -> PendingServer:
+        """Make this process's server of shard ``number``.
+
+        Args:
+            receiver: Receives pushes to the shard.
+            full: The full model, which receives the state of all shards when it is saved.
+            context: The context of the run.
+            dialer: Connects this process to the other servers.
+            number: Index of the shard.
+        """
+        meeting = context.meeting_place(needs="a server needs its workers")
+        listener = self._listener(dialer.credentials, meeting, f"{dialer.name}-{number}")
+        service, address = shard_service(number), address_of(listener)
+        succession = Succession(
+            dialer,
+            RegisteredMastership(dialer.registry, service, address=address, name=dialer.name),
+            receiver,
+            Sessions(),
+            lease=self.lease,
+            is_first=context.world.rank < self.servers,
+            has_standbys=self.replicas > 0,
+        )
+        return PendingServer(full, succession, dialer, listener, self.lease, self.replicas > 0)
+
+    def _shard(
+        self,
+        recipe: Recipe,
+        train_state: TrainState,
+        context: RunContext,
+        index: int,
+        *,
+        plan: ShardingPlan,
+        rule: Rule,
+    ) -> tuple[Shard, TrainState]:
+        """Make the shard, and the full model, from the newest checkpoint if there is one."""
+        full = train_state_of(recipe)
+        full.model.load_state_dict(train_state.model.state_dict())  # for frozen weights, which no shard has
+        restored = context.checkpoints.restore(lambda: full_state(full, empty_rows(full), plan.rows))
+        state, step = restored or (None, 0)
+        if state is not None:
+            load_full_state(train_state, state)
+            load_full_state(full, state)
+        tables = tables_of(train_state, plan.rows, index)  # after loading, which replaces the optimizer's groups
+        if state is not None:
+            for each in tables:
+                each.load(state["tables"][each.table.name])
+        own = ShardParameters(train_state, plan.shards[index], tables, make=partial(optimizer_of, recipe))
+        return Shard(own, rule, step=step), full
+
+    def _listener(self, credentials: Credentials | None, meeting: Rendezvous, name: str) -> socket.socket:
+        if self.wire == "unix":
+            return listen(f"unix:{meeting.socket(f'{name}-{os.getpid()}')}", None)
+        host = self.host or ("127.0.0.1" if self.wire == "tcp" else meeting.address)
+        return listen(f"tcp:{host}:0", credentials)
+
+
+_DENSE = 1 << 30  # bytes of a table that is also saved as a whole, with the initial values of untouched rows
+RowStates = Mapping[str, Mapping[str, Tensor]]
+
+
+def train_state_of(recipe: Recipe) -> TrainState:
+    """Make the model and optimizer of a recipe, without the rows of its tables."""
+    return TrainState.of(recipe, rowless_model(recipe))
+
+
+def tables_of(train_state: TrainState, rule: RowRule, shard: int) -> list[Rows]:
+    """Make a server's rows of each table, which are updated with the options of the table's parameter group."""
+    return [
+        Rows(each.table, rule, shard, _update_of(train_state.optimizer, each)) for each in remotes(train_state.model)
+    ]
+
+
+def empty_rows(train_state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """Make the state of tables without rows: ids (0,) and rows (0, width), by table."""
+    return {
+        each.table.name: {
+            "ids": torch.empty(0, dtype=torch.int64),
+            "rows": torch.empty(0, _update_of(train_state.optimizer, each).width(each.table.dim)),
+        }
+        for each in remotes(train_state.model)
+    }
+
+
+def _update_of(optimizer: Optimizer, remote: RemoteTable) -> RowUpdate:
+    groups = optimizer.param_groups
+    own = next((group for group in groups if any(each is remote.weight for each in group["params"])), groups[0])
+    return update_of(optimizer, own, remote.table.name)
+
+
+def joined_rows(states: Sequence[RowStates]) -> dict[str, dict[str, Tensor]]:
+    """Join the rows of all shards, ordered by id: ids (n,) and rows (n, width), by table."""
+    joined = {}
+    for name in states[0]:
+        ids_n = torch.cat([state[name]["ids"] for state in states])
+        order_n = ids_n.argsort()
+        rows_nw = torch.cat([state[name]["rows"] for state in states])
+        joined[name] = {"ids": ids_n[order_n], "rows": rows_nw[order_n]}
+    return joined
+
+
+def full_state(train_state: OptimizedModel, rows: RowStates, rule: RowRule) -> StateDict:
+    """Return model, optimizer and schedule as :meth:`TrainState.state` has them, with the tables."""
+    return with_tables({**train_state.state(), "scaler": {}}, train_state.model, rows, rule)
+
+
+def with_tables(state: StateDict, model: nn.Module, rows: RowStates, rule: RowRule) -> StateDict:
+    """Add the tables' rows to ``state``; small tables also as the full weights of the recipe's model."""
+    if not rows:
+        return state
+    dense = {
+        remote.table.name: _dense(remote.table, rows[remote.table.name], rule)
+        for remote in remotes(model)
+        if remote.table.rows * remote.table.dim * 4 <= _DENSE
+    }
+    return {**state, "model": {**state["model"], **dense}, "tables": {name: dict(each) for name, each in rows.items()}}
+
+
+def _dense(table: Table, state: Mapping[str, Tensor], rule: RowRule) -> Tensor:
+    values_rd = initial_rows(rule.seed, table, torch.arange(table.rows))
+    values_rd[state["ids"]] = state["rows"][:, : table.dim]
+    return values_rd
+
+
+def load_full_state(train_state: OptimizedModel, state: StateDict) -> None:
+    """Load a :func:`full_state` without its tables."""
+    empty = {remote.table.name: remote.weight for remote in remotes(train_state.model)}
+    train_state.load({**state, "model": {**state["model"], **empty}})

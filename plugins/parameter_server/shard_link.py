@@ -1,0 +1,253 @@
+"""A worker's connections to the shards, for gradients and weights, and its dense parameters there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from plugins.parameter_server.gradients import Feedback, with_presence
+from plugins.parameter_server.protocol import Fields, Operation, shard_service
+from plugins.parameter_server.sharding import Bucket, BucketKey, ShardingPlan
+from worldsize.core import FaultPoints
+from worldsize.net.channel import LostError
+from worldsize.net.frames import CommonOperation, Header, RefusedError, view
+from worldsize.net.registry import Dialer
+
+
+@dataclass
+class _Push:
+    """A push that the server has not acknowledged; its buffers must not change until then."""
+
+    header: Header
+    payload: Sequence[memoryview]
+
+
+@final
+class ShardLink:
+    """Pushes to and pulls from one shard; pushes lost with a connection are sent again, and applied once.
+
+    Args:
+        dialer: Connects to the current master of the shard.
+        shard: Index of the shard.
+        epoch: The epoch in which the worker was admitted, see :class:`TaskScheduler`.
+
+    Attributes:
+        step: The last step that the shard had completed when this link was made.
+    """
+
+    def __init__(self, dialer: Dialer, shard: int, epoch: int) -> None:
+        self._dialer, self._service, self._epoch = dialer, shard_service(shard), epoch
+        self._sequence = 0
+        self._seen = 0
+        self._asked_step = 0
+        self._pending: deque[_Push] = deque()
+        self._channel, facts = dialer.connect(self._service, "data", epoch=epoch)
+        self._channel.share(dialer.timeout)
+        self.step = int(facts["step"])
+
+    def push(
+        self, table: int, dtype: torch.dtype, payload: Sequence[memoryview], *, step: int, width: int, node: int
+    ) -> None:
+        """Send the gradient of a bucket; :meth:`settle` waits until it is acknowledged."""
+        shape = (sum(part.nbytes for part in payload) // dtype.itemsize,)
+        header = Header(Operation.PUSH, dtype, shape, Fields(table, width, node, step=step))
+        self._push(header, payload)
+
+    def push_rows(self, table: int, ids_n: Tensor, gradients_nd: Tensor, *, step: int, width: int, node: int) -> None:
+        """Send gradients of rows, float32 (n, dim), with unique sorted ids, int64 (n,)."""
+        payload = [view(ids_n), view(gradients_nd.contiguous())]
+        shape = (ids_n.nbytes + gradients_nd.nbytes,)
+        header = Header(Operation.PUSH_ROWS, torch.uint8, shape, Fields(table, width, node, step=step))
+        self._push(header, payload)
+
+    def _push(self, header: Header, payload: Sequence[memoryview]) -> None:
+        self._sequence += 1
+        table, width, node, _, _, _, step = header.fields
+        fields = Fields(table, width, node, self._seen, self._epoch, self._sequence, step)
+        numbered = header._replace(fields=fields)
+        self._pending.append(_Push(numbered, payload))
+        self._persist(lambda: self._channel.send(numbered, payload))
+
+    def ask_rows(self, table: int, ids_n: Tensor, *, step: int) -> None:
+        """Request rows ``ids_n``, int64 (n,), that include all updates up to ``step`` and all earlier pushes."""
+        header = Header(Operation.PULL_ROWS, torch.int64, (len(ids_n),), Fields(table, step=step))
+        while not self._persist(lambda: self._channel.send(header, [view(ids_n)])):
+            pass
+
+    def receive_rows(self, table: int, ids_n: Tensor, dim: int, *, step: int) -> tuple[Tensor, int]:
+        """Receive the requested rows.
+
+        Returns:
+            float32 (n, dim), and the step up to which they include all updates.
+        """
+        rows_nd = torch.empty(len(ids_n), dim)
+        while True:
+            try:
+                answer = self._weights()
+                answer.require(torch.float32, (len(ids_n), dim))
+                self._channel.fill([view(rows_nd)])
+                fields = Fields._make(answer.fields)
+                self._seen = fields.seen
+                return rows_nd, fields.step
+            except LostError:
+                self._recover()
+                self.ask_rows(table, ids_n, step=step)
+
+    def _weights(self) -> Header:
+        """Receive acknowledgements of pushes up to the header of the next weights, and return it."""
+        done = CommonOperation.DONE
+        while (header := self._channel.answer(Operation.WEIGHTS, done)).operation == done:
+            self._pending.popleft()
+        return header
+
+    def settle(self) -> None:
+        """Wait until all pushes are acknowledged."""
+        while self._pending:
+            try:
+                self._channel.answer(CommonOperation.DONE)
+                self._pending.popleft()
+            except LostError:
+                self._recover()
+
+    def ask(self, step: int) -> None:
+        """Request weights that include all updates up to ``step``."""
+        self._asked_step = step
+        while not self._persist(lambda: self._channel.send(Header(Operation.PULL, fields=Fields(step=step)))):
+            pass
+
+    def _persist(self, send: Callable[[], None]) -> bool:
+        """Return whether ``send`` succeeded; if not, reconnect and send the unacknowledged pushes again."""
+        try:
+            send()
+        except LostError:
+            self._recover()
+            return False
+        return True
+
+    def receive(self, tables: Sequence[tuple[torch.dtype, Sequence[memoryview]]]) -> None:
+        """Receive the requested weights directly into the memory of ``tables``."""
+        while True:
+            try:
+                for index, (dtype, parts) in enumerate(tables):
+                    header = self._weights()
+                    fields = Fields._make(header.fields)
+                    header.require(dtype, (sum(part.nbytes for part in parts) // dtype.itemsize,))
+                    if fields.table != index:
+                        raise RefusedError(f"received weights of table {fields.table}, expected those of {index}")
+                    self._channel.fill(parts)
+                    self._seen = fields.seen
+                return
+            except LostError:
+                self._recover()
+                self.ask(self._asked_step)
+
+    def _recover(self) -> None:
+        """Reconnect to the current master, and send again the pushes that it has not seen."""
+        while True:
+            self._channel.close()
+            self._channel, facts = self._dialer.connect(self._service, "data", epoch=self._epoch, seen=self._seen)
+            taken = facts["sequence"]  # lower than before if the server was restored from a checkpoint
+            self._pending = deque(push for push in self._pending if push.header.fields[_SEQUENCE] > taken)
+            for number, push in enumerate(self._pending, taken + 1):
+                fields = Fields._make(push.header.fields)._replace(sequence=number)
+                push.header = push.header._replace(fields=fields)
+            self._sequence = taken + len(self._pending)
+            with suppress(LostError):
+                self._channel.share(self._dialer.timeout)
+                for push in self._pending:
+                    self._channel.send(push.header, push.payload)
+                return
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+
+_SEQUENCE = Fields._fields.index("sequence")
+
+
+@final
+class DenseLinks:
+    """Pushes gradients of dense parameters to their servers, and pulls their weights into the model's own memory.
+
+    Args:
+        parameters: The model's trained parameters, by name.
+        plan: The buckets of each server, and the wire format of gradients.
+        first: The server to begin with, modulo their number: each worker begins with a different one, so that they do
+            not all wait for the same link.
+        faults: Points at which a fault can be injected between the pushes to two servers.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], plan: ShardingPlan, *, first: int, faults: FaultPoints
+    ) -> None:
+        self._shards, self._faults = plan.shards, faults
+        self._links: Sequence[ShardLink] = ()
+        self._order = [(first + turn) % len(plan.shards) for turn in range(len(plan.shards))]
+        self._feedback = Feedback(plan.codec) if plan.codec else None
+        self._memory = [
+            [(bucket.dtype, [view(piece.of(parameters[piece.name])) for piece in bucket.pieces]) for bucket in shard]
+            for shard in plan.shards
+        ]
+
+    @property
+    def servers(self) -> int:
+        """Number of servers."""
+        return len(self._shards)
+
+    def connect(self, links: Sequence[ShardLink]) -> None:
+        """Replace the connections to the servers."""
+        self._links = links
+
+    def pull(self, step: int) -> None:
+        """Pull all weights, once they include the updates of steps up to ``step``."""
+        for link in self._links:
+            link.ask(step)
+        for server in self._order:
+            self._links[server].receive(self._memory[server])
+
+    def push(self, gradients: Mapping[str, Tensor | None], *, step: int, width: int, node: int) -> None:
+        """Push all gradients, by name and in the shapes of their parameters; see :meth:`push_bucket`."""
+        part = {"step": step, "width": width, "node": node}
+        for turn, server in enumerate(self._order):
+            self._faults.at("push:next-server" if turn else "push:begin")
+            for table in range(len(self._shards[server])):
+                self.push_bucket((server, table), gradients, part)
+
+    def push_bucket(self, key: BucketKey, gradients: Mapping[str, Tensor | None], part: Mapping[str, int]) -> None:
+        """Push the gradient of one bucket.
+
+        Args:
+            key: The bucket.
+            gradients: Gradients of the parameters in it, by name, in the shapes of the parameters; None: a parameter
+                has none.
+            part: The part of a step that they are, as keywords of :meth:`ShardLink.push`.
+        """
+        server, table = key
+        bucket = self._shards[server][table]
+        own = [gradients[piece.name] for piece in bucket.pieces]
+        pieces = [
+            torch.zeros(piece.shape, dtype=piece.dtype) if each is None else piece.of(each).cpu().contiguous()
+            for piece, each in zip(bucket.pieces, own, strict=True)
+        ]
+        dtype, payload = self._encoded(bucket, pieces)
+        if (presence := with_presence([each is not None for each in own], dtype)) is not None:
+            payload.append(view(presence))
+        self._links[server].push(table, dtype, payload, **part)
+
+    def settle(self) -> None:
+        """Wait until the servers have acknowledged all pushes over these links, including rows of tables."""
+        for link in self._links:
+            link.settle()
+
+    def _encoded(self, bucket: Bucket, pieces: Sequence[Tensor]) -> tuple[torch.dtype, list[memoryview]]:
+        if self._feedback is None:
+            return bucket.dtype, [view(piece) for piece in pieces]
+        flat_n = torch.cat([piece.flatten() for piece in pieces])
+        return self._feedback.codec.dtype, [view(self._feedback.encode(bucket, flat_n))]

@@ -1,0 +1,224 @@
+"""Changes a shard on its master: under one lock, and acknowledged only after its standby has made the change.
+
+``ServerLoad`` is the load of a server since the last query.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import Tensor
+
+from plugins.parameter_server.gradients import Gradient
+from plugins.parameter_server.protocol import Fields, Operation, Session, Sessions
+from plugins.parameter_server.replication import ReplicationLog
+from plugins.parameter_server.row_tables import Rows
+from plugins.parameter_server.shard import PushReceiver, Shard
+from worldsize.net.frames import Header, RefusedError, message
+
+_logger = logging.getLogger(__name__)
+
+_HOTTEST = 5  # most used rows of a table that the facts list
+
+
+def ignore_step(step: int) -> None:
+    """Do nothing when a step begins."""
+
+
+@final
+class ShardMaster:
+    """Changes and reads a shard while it is served. Every method takes the lock itself.
+
+    Args:
+        receiver: Receives pushes to the shard.
+        sessions: The record of pushes of each worker.
+        log: Forwards every change to the standby; its lock guards the shard.
+        timeout: Seconds to wait for a step to end.
+        on_step: Called with the number of the step in progress at each push.
+    """
+
+    def __init__(
+        self,
+        receiver: PushReceiver,
+        sessions: Sessions,
+        log: ReplicationLog,
+        *,
+        timeout: float,
+        on_step: Callable[[int], None] = ignore_step,
+    ) -> None:
+        self.shard, self.receiver, self.log = receiver.shard, receiver, log
+        self.timeout = timeout
+        self._sessions, self._on_step = sessions, on_step
+        self._load = ServerLoad()
+        self._lost = 0  # updates that workers had received and this server has lost
+
+    def open_session(self, name: str, epoch: int, *, seen: int) -> Session:
+        """Begin or resume the session of a worker whose weights include ``seen`` updates. Raises RefusedError."""
+        with self.log.changed:
+            session = self._sessions.open(name, epoch)
+            missing = seen - self.shard.updates - self._lost
+            if missing > 0:  # this server was restored from a checkpoint
+                self._lost += missing
+                text = "%d updates are lost, which %s had received; continuing at step %d"
+                _logger.info(text, self._lost, name, self.shard.step)
+            return session
+
+    def push(self, header: Header, payload: Sequence[memoryview], gradient: Gradient, session: Session) -> None:
+        """Apply the next push of a session; return when the standby has it, too. Raises RefusedError."""
+        sequence = Fields._make(header.fields).sequence
+        self._load.queue(+1)
+        with self.log.changed:
+            self._load.queue(-1)
+            if sequence != session.sequence + 1:
+                raise RefusedError(f"PUSH {sequence} was received twice at once")
+            self._on_step(self.shard.step + 1)
+            ticket = self.log.forward(header, payload)
+            self.receiver.take(header, gradient)
+            session.sequence += 1
+            self._load.count_push(header.length)
+            self.log.changed.notify_all()
+        self.log.settle(ticket)
+
+    def wait_for(self, step: int) -> int:
+        """Wait until the updates of steps up to ``step`` are applied, and return the number of updates applied.
+
+        Raises:
+            RefusedError: The step did not end in time.
+        """
+        with self.log.changed:
+            if not self.log.changed.wait_for(lambda: self.shard.step >= step, self.timeout):
+                raise RefusedError(f"step {step} did not end; the shard is at step {self.shard.step}")
+            return self.shard.updates
+
+    def pull_rows(self, rows: Rows, ids_n: Tensor, *, step: int) -> tuple[Tensor, int, int]:
+        """Read rows ``ids_n`` (n,) once the updates of steps up to ``step`` are applied.
+
+        Returns:
+            float32 (n, dim), the number of updates applied, and the step up to which all steps are complete.
+
+        Raises:
+            RefusedError: The step did not end in time.
+        """
+        with self.log.changed:
+            self.wait_for(step)
+            return rows.pull(ids_n), self.shard.updates, self.shard.closed
+
+    def count_pull(self, nbytes: int) -> None:
+        """Count a pull of ``nbytes`` bytes of weights."""
+        self._load.count_pull(nbytes)
+
+    def norms(self) -> dict[str, list[float]]:
+        """Return the gradient norms of the uncommitted step, by parameter, once all its gradients have arrived.
+
+        Raises:
+            RefusedError: The gradients did not arrive in time.
+        """
+        with self.log.changed:
+            _await_gradients(self.log, self.shard, seconds=self.timeout)
+            return self.shard.norms()
+
+    def apply(self, step: int, factor: float | None) -> None:
+        """Commit the update of ``step``; repeated calls have no effect. See :meth:`Shard.apply`."""
+        with self.log.changed:
+            ticket = self.log.forward(*message(Operation.APPLY, {"step": step, "factor": factor}))
+            self.shard.apply(step, factor)
+            self.log.changed.notify_all()
+        self.log.settle(ticket)
+
+    def advance(self, value: float, step: int) -> None:
+        """Advance the schedule by the metric of the evaluation after ``step``; repeated calls have no effect."""
+        with self.log.changed:
+            ticket = self.log.forward(*message(Operation.ADVANCE, {"value": value, "step": step}))
+            self.shard.parameters.advance_schedule_by(value, step=step)
+        self.log.settle(ticket)
+
+    def weigh(self, step: int, factor: float) -> None:
+        """Multiply the mean gradient of ``step`` by ``factor``, once it is complete; see :meth:`Shard.weigh`.
+
+        Raises:
+            RefusedError: The gradients did not arrive in time.
+        """
+        with self.log.changed:
+            _await_gradients(self.log, self.shard, seconds=self.timeout)
+            ticket = self.log.forward(*message(Operation.WEIGH, {"step": step, "factor": factor}))
+            self.shard.weigh(step, factor)
+        self.log.settle(ticket)
+
+    def reset(self, step: int, factor: float | None) -> None:
+        """Prepare for a new leading server, given the last commit's ``factor``; see :meth:`Shard.reset`."""
+        with self.log.changed:
+            ticket = self.log.forward(*message(Operation.RESET, {"step": step, "factor": factor}))
+            self.shard.reset(step, factor)
+            self.log.changed.notify_all()
+        self.log.settle(ticket)
+
+    def state(self) -> dict[str, Any]:
+        """Copy the shard's state."""
+        with self.log.changed:
+            return self.shard.state()
+
+    def image(self) -> dict[str, Any]:
+        """Return the complete state for a standby. The caller holds the lock."""
+        return {"shard": self.shard.image(), "sessions": self._sessions.image()}
+
+    def facts(self, *, refused: int) -> dict[str, Any]:
+        """Return the load since the last call, and the updates lost and frames ``refused`` since the start."""
+        with self.log.changed:
+            load, self._load = self._load, ServerLoad(waiting=self._load.waiting)
+            tables = {rows.table.name: rows.facts(hottest=_HOTTEST) for rows in self.shard.parameters.tables}
+        state = {"step": self.shard.step, "lost_updates": self._lost, "refused": refused}
+        return {**state, **load.facts(), **({"tables": tables} if tables else {})}
+
+
+def _await_gradients(log: ReplicationLog, shard: Shard, *, seconds: float) -> None:
+    """Wait until all gradients of the next step to commit have arrived. The caller holds the lock."""
+    if not log.changed.wait_for(lambda: shard.waits_for_commit, seconds):
+        raise RefusedError(f"the gradients of step {shard.step + 1} did not all arrive")
+
+
+@final
+@dataclass
+class ServerLoad:
+    """Counts pushes and pulls and their bytes.
+
+    Attributes:
+        waiting: Number of pushes that now wait for the shard.
+        longest_queue: Largest number of pushes that waited at once.
+        since: Start of the counts, in seconds of ``time.perf_counter``.
+    """
+
+    pushes: int = 0
+    pulls: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    waiting: int = 0
+    longest_queue: int = 0
+    since: float = field(default_factory=time.perf_counter)
+
+    def queue(self, change: int) -> None:
+        """Count a push that begins (1) or ends (-1) to wait."""
+        self.waiting += change
+        self.longest_queue = max(self.longest_queue, self.waiting)
+
+    def count_push(self, nbytes: int) -> None:
+        self.pushes += 1
+        self.bytes_in += nbytes
+
+    def count_pull(self, nbytes: int) -> None:
+        self.pulls += 1
+        self.bytes_out += nbytes
+
+    def facts(self) -> dict[str, Any]:
+        """Return the counts as plain values."""
+        return {
+            "pushes": self.pushes,
+            "pulls": self.pulls,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "longest_queue": self.longest_queue,
+            "seconds": round(time.perf_counter() - self.since, 3),
+        }

@@ -1,0 +1,274 @@
+"""The plan of a recipe's model on servers: which server owns which parameters, and the recipes that cannot be served.
+
+Parameters are split into pieces, balanced by bytes, and grouped in buckets. Recipes that parameter servers cannot
+train are refused before the start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plugins.parameter_server.gradients import GradientCodec
+from plugins.parameter_server.row_tables import RowRule
+from worldsize.core import ConfigError, MultiUpdateRecipe, Recipe, saves_state
+from worldsize.strategies.multi_train_state import MultiTrainState
+from worldsize.strategies.optimizer_checks import updates_elements
+from worldsize.strategies.parameter_changes import refuse_gradient_hooks
+from worldsize.strategies.step_hooks import refuse_step_hooks
+from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.wrapping import refuse_complex, sparse_embeddings
+
+_SMALLEST = 1 << 16  # bytes; smaller parameters are not split
+
+
+@final
+@dataclass(frozen=True)
+class Piece:
+    """Rows ``first`` to ``first + shape[0]`` of the parameter ``name``, or all of it if it has no dimension."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return this piece of a full ``tensor``, a view of its rows; scalars, such as step counts, are not split."""
+        return tensor[self.first : self.first + self.shape[0]] if self.shape and tensor.ndim else tensor
+
+
+@final
+@dataclass(frozen=True)
+class Bucket:
+    """Pieces of one dtype that are sent as one frame, flattened and in this order."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pieces[0].dtype
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel for piece in self.pieces)
+
+    def views(self, flat_n: Tensor) -> list[Tensor]:
+        """Return the pieces inside a tensor (n,), as views in their own shapes."""
+        ends = accumulate(piece.numel for piece in self.pieces)
+        return [flat_n[end - p.numel : end].view(p.shape) for end, p in zip(ends, self.pieces, strict=True)]
+
+
+ShardLayout = tuple[Bucket, ...]
+BucketKey = tuple[int, int]  # the server, and the bucket's index there
+
+
+@final
+@dataclass(frozen=True)
+class ShardingPlan:
+    """The plan on which servers and workers agree.
+
+    Attributes:
+        shards: The buckets of each shard.
+        rows: How rows of tables are assigned to servers and kept.
+        codec: Wire format of pushed gradients; None: uncompressed.
+    """
+
+    shards: Sequence[ShardLayout]
+    rows: RowRule
+    codec: GradientCodec | None = None
+
+
+def plan_shards(parameters: Mapping[str, Tensor], count: int, *, bucket_bytes: int, cut: bool) -> list[ShardLayout]:
+    """Plan the buckets of each of ``count`` servers, in the order in which a backward pass fills them.
+
+    Args:
+        parameters: Parameters of any shapes, by name.
+        count: Number of servers.
+        bucket_bytes: Size of a bucket in bytes.
+        cut: Whether large parameters are split along their first dimension, which is valid for elementwise optimizers.
+    """
+    total = sum(tensor.nbytes for tensor in parameters.values())
+    order = {name: place for place, name in enumerate(reversed(list(parameters)))}
+    largest = max(_SMALLEST, total // (4 * count)) if cut and count > 1 else total
+    pieces = [piece for name, tensor in parameters.items() for piece in _pieces(name, tensor, largest, count)]
+    loads, owned = [0] * count, [list[Piece]() for _ in range(count)]
+    for piece in sorted(pieces, key=lambda piece: (-piece.nbytes, order[piece.name], piece.first)):
+        least = loads.index(min(loads))
+        loads[least] += piece.nbytes
+        owned[least].append(piece)
+    arrival = [sorted(mine, key=lambda piece: (order[piece.name], piece.first)) for mine in owned]
+    return [tuple(Bucket(tuple(group)) for group in _bucketed(mine, bucket_bytes)) for mine in arrival]
+
+
+def _pieces(name: str, tensor: Tensor, largest: int, count: int) -> Iterator[Piece]:
+    shape = tuple(tensor.shape)
+    parts = min(count, shape[0]) if shape and tensor.nbytes > largest else 1
+    ends = [shape[0] * part // parts for part in range(parts + 1)] if shape else []
+    if parts == 1:
+        yield Piece(name, tensor.dtype, shape)
+        return
+    for first, end in pairwise(ends):
+        yield Piece(name, tensor.dtype, (end - first, *shape[1:]), first)
+
+
+def _bucketed(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
+    group: list[Piece] = []
+    for piece in pieces:
+        full = sum(member.nbytes for member in group) + piece.nbytes > limit
+        if group and (full or piece.dtype != group[0].dtype):
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
+
+
+@final
+@dataclass(frozen=True)
+class ShardPlanner:
+    """Makes the same plan in every process of a run.
+
+    Attributes:
+        servers: Number of servers.
+        bucket_bytes: Bytes of parameters that are sent as one frame.
+        keeps_whole: Whether no parameter is split between servers.
+        rows: How rows of tables are assigned to servers and kept.
+        codec: Wire format of pushed gradients; None: uncompressed.
+    """
+
+    servers: int
+    bucket_bytes: int
+    keeps_whole: bool
+    rows: RowRule
+    codec: GradientCodec | None
+
+    def plan(self, recipe: Recipe, train_state: TrainState) -> ShardingPlan:
+        """Plan for a recipe with one optimizer. Raises ConfigError if servers cannot run it."""
+        check_served(train_state.model, train_state.optimizer)
+        trained = {name: p for name, p in train_state.model.named_parameters() if p.requires_grad and p.numel()}
+        return ShardingPlan(
+            self._shards(recipe, train_state.model, trained, train_state.optimizer), self.rows, self.codec
+        )
+
+    def update_plans(self, recipe: MultiUpdateRecipe, train_state: MultiTrainState) -> dict[str, ShardingPlan]:
+        """Plan for a recipe with several optimizers, by name. Raises ConfigError if servers cannot run one of them.
+
+        Each plan begins with a different server, so that the largest pieces are not all on the same one.
+        """
+        plans, owned = {}, parameters_by_optimizer(train_state)
+        for place, (name, part) in enumerate(train_state.parts.items()):
+            check_served(part.model, part.optimizer)
+            shards = self._shards(recipe, part.model, owned[name], part.optimizer)
+            turned = [shards[(server - place) % self.servers] for server in range(self.servers)]
+            plans[name] = ShardingPlan(turned, self.rows, self.codec)
+        return plans
+
+    def _shards(
+        self, recipe: Recipe, model: nn.Module, parameters: Mapping[str, Tensor], optimizer: Optimizer
+    ) -> list[ShardLayout]:
+        cut = self.servers > 1 and not self.keeps_whole and updates_elements(recipe, model, optimizer)
+        return plan_shards(parameters, self.servers, bucket_bytes=self.bucket_bytes, cut=cut)
+
+
+def parameters_by_optimizer(train_state: MultiTrainState) -> dict[str, dict[str, nn.Parameter]]:
+    """Return the trained parameters of each optimizer by name; the first one also has those of no optimizer."""
+    first = next(iter(train_state.parts))
+    groups = [(name, group) for name, part in train_state.parts.items() for group in part.optimizer.param_groups]
+    owners = {id(parameter): name for name, group in groups for parameter in group["params"]}
+    own: dict[str, dict[str, nn.Parameter]] = {name: {} for name in train_state.parts}
+    for name, parameter in train_state.model.named_parameters():
+        if parameter.requires_grad and parameter.numel():
+            own[owners.get(id(parameter), first)][name] = parameter
+    return own
+
+
+def check_served(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse models and optimizers that change weights that no server owns.
+
+    Raises:
+        ConfigError: the model has batch statistics, complex parameters or hooks on gradients, or the optimizer has
+            step hooks or no learning rate.
+    """
+    refuse_gradient_hooks(model)
+    refuse_step_hooks(
+        optimizer,
+        because="which no server can run: each has a part of the parameters. Use strategy=ddp, or remove the hook.",
+    )
+    if any(not isinstance(group.get("lr"), float | int | Tensor) for group in optimizer.param_groups):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has no learning rate (lr), by which servers scale an update. Set its lr, or "
+            "use strategy=ddp."
+        )
+    refuse_complex(model, because="servers hold real numbers")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            raise ConfigError(
+                f"{name} is a {type(module).__name__}, whose statistics no server owns. Use LayerNorm or GroupNorm, "
+                "or strategy=ddp."
+            )
+
+
+def refuse_remembering(recipe: Recipe) -> None:
+    """Raise ConfigError for a recipe that keeps values from step to step, in processes that come and go."""
+    if recipe.remembers or saves_state(recipe):
+        raise ConfigError(
+            f"{type(recipe).__name__} keeps values from step to step in each process, and workers of a parameter "
+            "server come and go. Use strategy=ddp, zero or single."
+        )
+
+
+def check_updates(recipe: MultiUpdateRecipe, *, consistency: str, replicas: int, compression: str) -> None:
+    """Refuse options with which several updates per step are not exact.
+
+    Args:
+        recipe: The recipe with several updates.
+        consistency: The effective consistency of the strategy.
+        replicas: Number of standbys of each server.
+        compression: The format of pushed gradients.
+
+    Raises:
+        ConfigError: steps overlap, servers have standbys, or gradients are compressed.
+    """
+    kind = type(recipe).__name__
+    if consistency != "sync":
+        raise ConfigError(
+            f"{kind} takes several updates a step, which do not overlap with those of other steps. "
+            "Set strategy.consistency=sync, or strategy=ddp."
+        )
+    if replicas:
+        raise ConfigError(
+            f"{kind} takes several updates a step, in the middle of which no standby can take over. "
+            "Set strategy.replicas=0; with launcher.max_restarts a run goes on from its last checkpoint."
+        )
+    if compression != "none":
+        raise ConfigError(
+            f"{kind} takes several updates a step, whose gradients are not compressed. Set strategy.compression=none."
+        )
+
+
+def check_no_tables(recipe: MultiUpdateRecipe, model: nn.Module) -> None:
+    """Refuse tables of rows for a recipe with several updates a step.
+
+    Raises:
+        ConfigError: the model has a sparse embedding.
+    """
+    for name in sparse_embeddings(model):
+        raise ConfigError(
+            f"{name} has sparse=True, and {type(recipe).__name__} takes several updates a step, which servers make of "
+            "dense parameters alone. Set sparse=False."
+        )

@@ -1,0 +1,313 @@
+"""The parameter server as a strategy: roles, consistency, transport, and the cost of a step.
+
+``run_updates`` is the part of each process in a run whose recipe has several updates a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from plugins.parameter_server.coordinator import run_server
+from plugins.parameter_server.gradients import Compression, codec_of
+from plugins.parameter_server.remote_embedding import linked_model
+from plugins.parameter_server.row_store import Sharding, check_rows
+from plugins.parameter_server.row_tables import RowRule
+from plugins.parameter_server.server_group import ServerGroup, Transport, train_state_of
+from plugins.parameter_server.shard import Rule
+from plugins.parameter_server.sharding import (
+    ShardPlanner,
+    check_no_tables,
+    check_served,
+    check_updates,
+    refuse_remembering,
+)
+from plugins.parameter_server.update_coordinator import UpdateCoordinator
+from plugins.parameter_server.update_servers import pending_update_server
+from plugins.parameter_server.update_worker import UpdateWorker
+from plugins.parameter_server.worker import Worker, WorkerOptions
+from worldsize.collectives.cluster_cost import across, served_bytes, served_seconds
+from worldsize.collectives.cost import exposed_seconds
+from worldsize.core import (
+    Cluster,
+    ConfigError,
+    Cost,
+    MultiUpdateRecipe,
+    Numerics,
+    Range,
+    Recipe,
+    Replica,
+    Role,
+    RunContext,
+    Strategy,
+    Workload,
+)
+from worldsize.core.limits import MEBIBYTES, SECONDS
+from worldsize.strategies.declared_buffers import refuse_unserved_buffers
+from worldsize.strategies.loss_watch import bounded_embeddings, bounded_rows
+from worldsize.strategies.multi_train_state import MultiTrainState
+from worldsize.strategies.optimizer_checks import refuse_extra_state, refuse_joint_updates
+from worldsize.strategies.train_state import TrainState
+
+_logger = logging.getLogger(__name__)
+
+Consistency = Literal["sync", "bounded", "async"]
+
+
+@final
+@dataclass(frozen=True)
+class ParameterServer(Strategy):
+    """Servers own the parameters; workers push gradients and pull weights (Li et al. 2014, OSDI).
+
+    Embeddings with ``sparse=True`` are tables: a row is created on its server when it is first used, with an initial
+    value that depends on ``seed``, table and row.
+
+    A recipe with several updates a step needs ``consistency="sync"``: the workers take each update together, and each
+    server has a part of every optimizer. Servers keep a copy of the state at the start of the step, and restore it if a
+    worker is lost.
+
+    Attributes:
+        servers: Number of servers, each of which owns a shard.
+        replicas: Number of hot standbys of each server, 0 or 1, that take over when it dies.
+        consistency: With "sync", an update is the mean gradient of a whole step, as in DDP; with "bounded", a worker
+            may be ``staleness`` clocks ahead of the slowest (Ho et al. 2013); with "async", any number.
+        staleness: The bound of "bounded".
+        lease: Seconds without a heartbeat after which a worker's unit is assigned to others.
+        by_staleness: If steps overlap, whether the learning rate of an update is lr / staleness (Zhang et al. 2016,
+            arXiv 1511.05950) instead of proportional to its part of the batch.
+        bucket_mb: MiB of parameters that are sent as one frame.
+        compression: Format of pushed gradients, "bf16", "onebit" or "topk"; the error is added to the next gradient.
+        top_share: Fraction of numbers, those of largest magnitude, that "topk" sends.
+        transport: "unix" inside a host, "tls" between hosts (mutual TLS 1.3, with keys made for this run), "tcp"
+            without either, only on loopback; "auto" chooses by ``nodes``.
+        host: Address that servers bind to; None: the address at which other hosts reach this host.
+        nodes: Number of hosts of the run.
+        seed: Seed of the initial values of rows.
+        sharding: Assignment of rows to servers, by "hash" (id modulo servers) or by "range" of ids.
+        admit_after: Number of pushes before a row is kept.
+        capacity: Number of rows of a table that a server keeps, the most recently used ones; None: all.
+        cache_rows: Number of rows of each table that a worker caches. A row is pulled again if it lacks updates that
+            ``staleness`` requires, including the worker's own.
+    """
+
+    merges_states: ClassVar[bool] = False
+    trains_multi_update: ClassVar[bool] = True
+    serves_rows: ClassVar[bool] = True
+    recomputes: ClassVar[bool] = True
+    divides_lr: ClassVar[bool] = True
+    servers: int = 1
+    replicas: Annotated[int, Range(least=0, most=1, hint="standbys of each server")] = 0
+    consistency: Consistency = "sync"
+    staleness: int = 0
+    lease: Annotated[float, SECONDS] = 5.0
+    by_staleness: bool = False
+    bucket_mb: Annotated[float, MEBIBYTES] = 4.0
+    compression: Compression = "none"
+    top_share: Annotated[float, Range(above=0, most=1)] = 0.01
+    transport: Transport = "auto"
+    host: str | None = None
+    nodes: int = 1
+    seed: int = 0
+    sharding: Sharding = "hash"
+    admit_after: Annotated[int, Range(least=0)] = 0
+    capacity: Annotated[int | None, Range(least=1)] = None
+    cache_rows: Annotated[int, Range(least=0)] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.staleness < 0 or (self.staleness and self.consistency != "bounded"):
+            raise ConfigError(
+                f"strategy.staleness={self.staleness} goes with strategy.consistency=bounded, and is 0 or more."
+            )
+        if self.compression != "none" and self.reduce == "ordered":
+            raise ConfigError("compressed gradients depend on the number of workers. Set strategy.compression=none.")
+        if self.cache_rows and not self.staleness:
+            raise ConfigError(
+                f"strategy.cache_rows={self.cache_rows}: cached rows are stale, and reads must not be. Set "
+                "strategy.consistency=bounded and strategy.staleness, or strategy.cache_rows=0."
+            )
+
+    def check_numerics(self, numerics: Numerics) -> None:
+        if numerics.precision == "fp16":
+            raise ConfigError("the parameter server has no loss scaling. Set precision=bf16 or fp32.")
+
+    @property
+    def bound(self) -> float:
+        """Number of clocks that the fastest worker may be ahead of the slowest; infinite for "async"."""
+        return {"sync": 0, "bounded": self.staleness, "async": math.inf}[self.consistency]
+
+    @property
+    def _group(self) -> ServerGroup:
+        return ServerGroup(self.servers, self.replicas, self.lease, self.transport, self.host, self.nodes)
+
+    def prepare(self, folder: Path) -> None:
+        self._group.prepare(folder)
+
+    def roles(self, cluster: Cluster) -> Mapping[str, Role]:
+        workers = cluster.processes - self._group.processes
+        self._group.check(cluster, workers)
+        restart: Literal["gang", "individual"] = "individual" if self.replicas or self.bound else "gang"
+        return {
+            "server": Role(self._group.processes, restart=restart, serves=True, min_processes=self.servers),
+            "worker": Role(workers, restart="individual", serves=True, min_processes=1),
+        }
+
+    def update_parts(self, cluster: Cluster, logical_ranks: int) -> int | None:
+        return logical_ranks if self.bound else None
+
+    def cost(self, work: Workload, cluster: Cluster) -> Cost:
+        numel = round(work.parameter_bytes / 4)
+        codec = codec_of(self.compression, share=self.top_share)
+        pushed_bytes = codec.length(numel) * codec.dtype.itemsize if codec else work.parameter_bytes
+        return served_cost(
+            work,
+            cluster,
+            servers=self.servers,
+            first_worker=self._group.processes,
+            pushed_bytes=pushed_bytes,
+            bucket_bytes=self.bucket_mb * 2**20,
+            same=self.bound == 0,
+        )
+
+    @property
+    def schedules_by_metric(self) -> bool:
+        return self.bound == 0
+
+    def replica(self, recipe: Recipe, context: RunContext) -> Replica:
+        raise ConfigError("the processes of a parameter server serve; they have no replica. Call serve instead.")
+
+    def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
+        planner = self._planner(context.numerics)
+        if isinstance(recipe, MultiUpdateRecipe):
+            return run_updates(recipe, context, self._group, planner)
+        if context.world.role == "server":
+            train_state = train_state_of(recipe)
+            plan, rule = planner.plan(recipe, train_state), _rule(context, self.bound, by_staleness=self.by_staleness)
+            pending = self._group.server(recipe, train_state, context, plan=plan, rule=rule)
+            _warn_of_momentum(pending.train_state, staleness=self.staleness)
+            return run_server(pending, context, bound=self.bound, rows=_row_rule(self))
+        model, tables = linked_model(recipe, _row_rule(self), cache_rows=self.cache_rows)
+        plan = planner.plan(recipe, TrainState.of(recipe, model))
+        dialer = self._group.dialer(f"worker-{context.world.rank}", context)
+        options = WorkerOptions(self.bound == 0, staleness=self.staleness)
+        Worker(recipe, context, dialer, plan, options, model=model, tables=tables).run(self.lease)
+        return None
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        super().check_recipe(recipe)
+        refuse_remembering(recipe)
+        if isinstance(recipe, MultiUpdateRecipe):
+            overlaps = self.consistency if self.bound else "sync"
+            check_updates(recipe, consistency=overlaps, replicas=self.replicas, compression=self.compression)
+
+    def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+        check_served(model, optimizer)
+        refuse_unserved_buffers(recipe, model)
+        for name in bounded_embeddings(model):
+            raise bounded_rows(name)
+        check_rows(model, optimizer)
+        refuse_joint_updates(recipe, model, optimizer, because="each server updates some of them")
+        refuse_extra_state(recipe, model, optimizer)
+        if isinstance(recipe, MultiUpdateRecipe):
+            check_no_tables(recipe, model)
+
+    def _planner(self, numerics: Numerics) -> ShardPlanner:
+        return ShardPlanner(
+            self.servers,
+            bucket_bytes=int(self.bucket_mb * 2**20),
+            keeps_whole=self.reduce == "ordered" and numerics.clip_norm is not None,  # for norms of whole parameters
+            rows=_row_rule(self),
+            codec=codec_of(self.compression, share=self.top_share),
+        )
+
+
+def _row_rule(strategy: ParameterServer) -> RowRule:
+    return RowRule(strategy.seed, strategy.servers, strategy.sharding, strategy.admit_after, strategy.capacity)
+
+
+_DIVERGES = 36  # momentum / (1 - momentum) × staleness above which training slows down or diverges
+
+
+def _rule(context: RunContext, bound: float, *, by_staleness: bool) -> Rule:
+    synchronous = bound == 0
+    return Rule(
+        context.logical_ranks,
+        synchronous=synchronous,
+        by_staleness=by_staleness,
+        # otherwise a worker that repeats the unit of one that died between two pushes would pull a mixture
+        requires_commit=synchronous,
+        finite=context.numerics.nonfinite == "stop",
+    )
+
+
+def _warn_of_momentum(train_state: TrainState, *, staleness: int) -> None:
+    """Warn about momentum with stale weights: 0.9 is ten times slower with a delay of 4, and diverges with 8."""
+    for group in train_state.optimizer.param_groups:
+        momentum = float(group.get("momentum") or 0.0)
+        if momentum / (1 - momentum) * staleness >= _DIVERGES:
+            _logger.warning(
+                "momentum %s with strategy.staleness=%d may diverge. "
+                "Lower one of them, or set strategy.by_staleness=true.",
+                momentum,
+                staleness,
+            )
+
+
+def served_cost(
+    work: Workload,
+    cluster: Cluster,
+    *,
+    servers: int,
+    first_worker: int,
+    pushed_bytes: float,
+    bucket_bytes: float,
+    same: bool,
+) -> Cost:
+    """Return the cost of a step: a push and a pull over the busiest link, which is that of servers if they are fewer.
+
+    Pushes of ``pushed_bytes`` overlap with the backward pass, except for the last frame of ``bucket_bytes``. Servers
+    add up gradients as they arrive, and update when all have arrived. Workers are the processes from ``first_worker``
+    on.
+    """
+    payload, shards, workers = work.parameter_bytes, range(servers), range(first_worker, cluster.processes)
+    pull, push = (served_seconds(each, workers, shards, cluster) for each in (payload, pushed_bytes))
+    added = len(workers) / servers * work.sum_seconds
+    frame = served_seconds(min(pushed_bytes, bucket_bytes), workers, shards, cluster)
+    pushed = max(frame, exposed_seconds(max(push, added), work.overlap * work.compute_seconds))
+    worker = 2 * payload + work.activation_bytes
+    return Cost(
+        memory_bytes=max(worker, (payload + work.optimizer_bytes) / servers),
+        sent_bytes=max(pushed_bytes, len(workers) * payload / servers),
+        across_bytes=across(cluster, served_bytes(payload, workers, shards, cluster)),
+        communication_seconds=push + pull,
+        exposed_seconds=pushed + pull,
+        added_seconds=work.update_seconds / servers - work.update_seconds,
+        same=same,
+    )
+
+
+def run_updates(
+    recipe: MultiUpdateRecipe, context: RunContext, group: ServerGroup, planner: ShardPlanner
+) -> UpdateCoordinator | None:
+    """Serve or work, according to the role of this process.
+
+    Returns:
+        The replica with which the training loop drives the run, if this is the first server; otherwise None, when the
+        run is over.
+    """
+    model, serves = recipe.model(), context.world.role == "server"
+    train_state = MultiTrainState.of(recipe, model if serves else model.to(context.world.device))
+    plans = planner.update_plans(recipe, train_state)
+    if serves:
+        pending = pending_update_server(group, recipe, train_state, context, plans=plans)
+        return pending.run(context, count=group.servers)
+    dialer = group.dialer(f"worker-{context.world.rank}", context)
+    UpdateWorker(recipe, context, dialer, plans, train_state).run(group.lease)
+    return None

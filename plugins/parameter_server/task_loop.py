@@ -1,0 +1,184 @@
+"""A worker's membership in a run: it is connected to all shards, and takes tasks from the leading server.
+
+It sends heartbeats. All kinds of workers share this, their part of an evaluation, and the detection of changes of
+weights that no server owns, which would not reach other workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from plugins.parameter_server.protocol import Operation, shard_service
+from plugins.parameter_server.shard_link import ShardLink
+from worldsize.core import ConfigError, Recipe, RunContext, StopFlag
+from worldsize.net.channel import Channel, LostError
+from worldsize.net.frames import CommonOperation, Header, RefusedError
+from worldsize.net.registry import Dialer, EndedError
+from worldsize.strategies.loss_watch import LossWatch
+from worldsize.strategies.model_replica import autocast, collected_metrics
+
+_logger = logging.getLogger(__name__)
+
+Task = Mapping[str, Any]  # the facts of the message TASK
+Act = Callable[[Task], dict[str, Any]]  # does a task, and returns the facts for the next TICK
+
+
+@final
+class TaskLoop:
+    """Does the tasks of one run, from the first to the last.
+
+    Args:
+        dialer: Connects to the servers.
+        stop: Whether this worker is asked to leave.
+        shards: Number of shards.
+        connect: Called with new connections to the shards.
+        acts: Functions that do a task, by its kind.
+        last_words: Called at the end; what it returns is logged.
+    """
+
+    def __init__(
+        self,
+        dialer: Dialer,
+        stop: StopFlag,
+        *,
+        shards: int,
+        connect: Callable[[Sequence[ShardLink]], None],
+        acts: Mapping[str, Act],
+        last_words: Callable[[], Sequence[str]] = list,
+    ) -> None:
+        self._dialer, self._stop, self._shards = dialer, stop, shards
+        self._connect, self._acts, self._last_words = connect, acts, last_words
+
+    def run(self, lease: float) -> None:
+        """Work until the leading server ends the run; reconnect to it if the connection is lost.
+
+        ``lease``: seconds without a heartbeat after which the worker is declared dead.
+        """
+        heartbeat = WorkerHeartbeat(self._dialer, lease)
+        try:
+            with suppress(EndedError):
+                while not self._joined():
+                    _logger.info("joins again")
+        finally:
+            heartbeat.stop()
+
+    def _joined(self) -> bool:
+        """Work as a member; return False if the leading server is gone, or has retired this worker."""
+        with ExitStack() as connections:
+            control, facts = self._dialer.connect(shard_service(0), "control")
+            connections.callback(control.close)
+            links = []
+            try:
+                for shard in range(self._shards):
+                    links.append(ShardLink(self._dialer, shard, facts["epoch"]))
+                    connections.callback(links[-1].close)
+                self._connect(links)
+                return self._work(control)
+            except LostError:
+                return False
+
+    def _work(self, control: Channel) -> bool:
+        """Do task after task until the run ends; return False if this worker is no longer a member."""
+        done: dict[str, Any] = {}
+        while True:
+            control.send_message(Operation.TICK, {**done, "leaves": self._stop.is_wanted()})
+            task = control.message(control.answer(Operation.TASK))
+            if task["do"] == "stop":
+                _logger.info("%s", "; ".join([f"ends: {task['why']}", *self._last_words()]))
+                return True
+            if task["do"] == "join":
+                return False
+            done = self._acts[task["do"]](task)
+
+
+@final
+class WorkerHeartbeat:
+    """Sends heartbeats to the leading server, from a background thread while the worker computes.
+
+    Args:
+        dialer: Connects to that server.
+        lease: Seconds after which the worker is declared dead; four heartbeats are sent in that time.
+    """
+
+    def __init__(self, dialer: Dialer, lease: float) -> None:
+        self._dialer, self._interval = dialer, lease / 4
+        self._ended = threading.Event()
+        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
+
+    def _beat(self) -> None:
+        channel: Channel | None = None
+        while not self._ended.wait(self._interval):
+            try:
+                channel = channel or self._dialer.connect(shard_service(0), "beat")[0]
+                channel.send(Header(CommonOperation.HEARTBEAT))
+            except EndedError:
+                return
+            except (LostError, RefusedError):
+                channel = None
+
+    def stop(self) -> None:
+        """Stop sending heartbeats."""
+        self._ended.set()
+
+
+def evaluated_part(recipe: Recipe, model: nn.Module, context: RunContext, task: Mapping[str, Any]) -> dict[str, Any]:
+    """Evaluate the part that ``task`` names, and return the facts for the message TICK.
+
+    Args:
+        recipe: The recipe that evaluates a batch.
+        model: The recipe's model, with the weights to evaluate.
+        context: The context of the run.
+        task: The facts of the message TASK.
+    """
+    device = context.world.device
+    batches = context.data.evaluation(task["split"], task["step"], task["part"], task["parts"])
+    with autocast(device, context.numerics.precision):
+        collector = collected_metrics(recipe, model, batches, device=device)
+    sums_by_index = {
+        i: {name: [float(a), float(b)] for name, (a, b) in each.items()} for i, each in collector.sums.items()
+    }
+    return {"part": task["part"], "sums": sums_by_index, "names": collector.names}
+
+
+def served_watch(model: nn.Module, context: RunContext) -> LossWatch:
+    """Watch the losses of a worker, whose changes of weights the next pull would replace; workers form no group."""
+    return LossWatch(model, processes=2, logical_ranks=context.logical_ranks, ordered=False, has_group=False)
+
+
+@final
+class UnownedWeights:
+    """Watches the frozen parameters and saved buffers of ``model``, such as averaged copies, for changes.
+
+    A check compares two numbers per tensor, since torch counts the changes of each tensor.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = {
+            name: (module, own)
+            for prefix, module in model.named_modules()
+            for own, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and tensor.numel() and own not in module._non_persistent_buffers_set
+            if not tensor.requires_grad
+            for name in [f"{prefix}.{own}".lstrip(".")]
+        }
+        self._before = self._versions()
+
+    def check(self) -> None:
+        """Raise ConfigError if one of these tensors has changed since this object was made."""
+        for name, version in self._versions().items():
+            if version != self._before[name]:
+                raise ConfigError(
+                    f"training has changed {name}, which is not trained: with a parameter server it reaches neither "
+                    "evaluation nor checkpoints. Use strategy=ddp, or register it with persistent=False if it is a "
+                    "cache."
+                )
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        tensors: dict[str, Tensor | None] = {name: getattr(module, own) for name, (module, own) in self._held.items()}
+        return {name: (id(tensor), -1 if tensor is None else tensor._version) for name, tensor in tensors.items()}

@@ -1,0 +1,277 @@
+"""The tasks of a run and the results of workers, under stale synchronous parallel scheduling.
+
+A scheduler has the clocks of workers, and the units of each step that they compute. The rule is Bösen's (Ho et al.
+2013, NIPS, "stale synchronous parallel"): a worker that has finished c clocks may begin the next one iff every other
+one has finished at least c - s. s = 0 is bulk-synchronous, s = ∞ asynchronous.
+
+Pure logic: no sockets, no threads; callers hold a lock, and the time is an argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+
+from worldsize.collectives.exact import Sums
+from worldsize.strategies.loss_record import LossRecord
+
+
+@final
+@dataclass(frozen=True)
+class Unit:
+    """A worker's part of one clock: some logical ranks of one step. If it dies, another worker gets them."""
+
+    step: int
+    logical_ranks: tuple[int, ...]
+
+
+@dataclass
+class _Member:
+    clock: int
+    deadline: float
+    hand: Unit | None = None
+
+
+@final
+@dataclass
+class StalenessScheduler:
+    """Assigns units of training under stale synchronous parallelism (SSP).
+
+    It assigns steps after ``first`` up to ``last``, but none beyond the last one that was opened by :meth:`open`.
+
+    Attributes:
+        staleness: Number of clocks that the fastest worker may be ahead of the slowest, 0 to infinity.
+        logical_ranks: Number of logical ranks of a step; each is a unit if steps may overlap.
+        lease: Seconds without a heartbeat after which a worker is declared dead.
+        done: Total number of completed logical ranks of the steps after ``first``.
+        orphans: Units of workers that have left, and the clock in which each was begun.
+    """
+
+    staleness: float
+    logical_ranks: int
+    lease: float
+    first: int = 0
+    last: int = 0
+    members: dict[str, _Member] = field(default_factory=dict)
+    done: int = 0
+    orphans: dict[Unit, int] = field(default_factory=dict)
+    _opened: int = 0
+    _todo: deque[Unit] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self._opened = self.first
+
+    @property
+    def complete(self) -> int:
+        """The last complete step, by the number of completed logical ranks."""
+        return self.first + self.done // self.logical_ranks
+
+    @property
+    def floor(self) -> float:
+        """The slowest clock; that of a dead worker counts until its unit is done."""
+        return min([*(member.clock for member in self.members.values()), *self.orphans.values()], default=math.inf)
+
+    def open(self, last: int) -> None:
+        """Allow steps up to ``last`` to begin."""
+        self.last = max(self.last, last)
+
+    def join(self, name: str, now: float) -> int:
+        """Admit or readmit a worker at the time ``now``, in seconds, with the slowest clock; return its clock."""
+        self.retire(name)
+        clock = 0 if self.floor == math.inf else int(self.floor)
+        self.members[name] = _Member(self._opened if self.staleness == 0 else clock, now + self.lease)
+        return self.members[name].clock
+
+    def retire(self, name: str) -> Unit | None:
+        """Remove a worker; return its unit, which will be assigned again."""
+        member = self.members.pop(name, None)
+        if member is None:
+            return None
+        if member.hand is not None and member.hand not in self.orphans:
+            self.orphans[member.hand] = member.clock
+        elif self.staleness == 0 and member.clock < self._opened:
+            self.orphans[self._todo.pop()] = member.clock  # its unit that it had not begun
+        return member.hand
+
+    def renew(self, name: str, now: float) -> bool:
+        """Renew a worker's lease at the time ``now``, in seconds; return False if it is not a member."""
+        if name in self.members:
+            self.members[name].deadline = now + self.lease
+        return name in self.members
+
+    def expired(self, now: float, busy: Container[str] = ()) -> list[str]:
+        """Return the workers whose lease has expired at ``now``, in seconds, while others wait for them.
+
+        These have a unit, have not begun their part of a synchronous step, or are ``busy`` otherwise.
+        """
+        owed = self._opened if self.staleness == 0 else 0  # clocks that each worker has to finish
+        late = [(name, member) for name, member in self.members.items() if member.deadline < now]
+        return [name for name, member in late if member.hand or name in busy or member.clock < owed]
+
+    def finish(self, name: str, unit: Unit) -> bool:
+        """Record that ``name`` has completed ``unit``; return False if the unit is not assigned to it."""
+        member = self.members.get(name)
+        if member is None or member.hand != unit:
+            return False
+        member.hand = None
+        if (
+            unit in self.orphans
+        ):  # done in place of another worker, whose clock is removed; that of this worker has advanced already
+            del self.orphans[unit]
+        else:
+            member.clock += 1
+        self.done += len(unit.logical_ranks)
+        return True
+
+    def next(self, name: str, now: float) -> Unit | None:
+        """Assign a unit to ``name`` at the time ``now``, in seconds; None: it has to wait."""
+        member = self.members[name]
+        hands = {each.hand for each in self.members.values()}
+        orphan = next((unit for unit in self.orphans if unit not in hands), None)
+        member.hand = member.hand or orphan or self._dealt(member)
+        if member.hand:
+            member.deadline = now + self.lease
+        return member.hand
+
+    def repeat(self) -> None:
+        """Assign the step in progress again, to the present members; only for ``staleness`` 0."""
+        self._opened -= 1
+        self.done = (self._opened - self.first) * self.logical_ranks
+        self._todo.clear()
+        self.orphans.clear()
+        for member in self.members.values():
+            member.hand, member.clock = None, self._opened
+
+    def _dealt(self, member: _Member) -> Unit | None:
+        if self.floor < member.clock - self.staleness:
+            return None
+        if not self._todo and self._opened < self.last:
+            self._deal()
+        if self.staleness == 0 and member.clock >= self._opened:
+            return None  # it has completed its part of this step
+        return self._todo.popleft() if self._todo else None
+
+    def _deal(self) -> None:
+        """Divide the next step into units: among the present members, or into single logical ranks if steps overlap."""
+        self._opened += 1
+        ranks = range(self.logical_ranks)
+        if self.staleness:
+            self._todo.extend(Unit(self._opened, (rank,)) for rank in ranks)
+            return
+        count = min(len(self.members), self.logical_ranks)
+        self._todo.extend(Unit(self._opened, tuple(ranks[i::count])) for i in range(count))
+        for spare in list(self.members.values())[count:]:
+            spare.clock = self._opened
+
+
+@final
+class EvaluationTasks:
+    """One evaluation, divided into ``parts`` that are assigned like units of training.
+
+    Attributes:
+        split: Name of the evaluated split.
+        step: The step after which it is evaluated.
+        done: Number of completed parts.
+        sums: Sums and counts of each batch, by its index.
+        names: Names of the metrics.
+        hands: The part assigned to each worker.
+    """
+
+    def __init__(self, parts: int, *, split: str = "", step: int = 0) -> None:
+        self.parts, self.split, self.step = parts, split, step
+        self.done = 0
+        self.sums: dict[int, Sums] = {}
+        self.names: tuple[str, ...] = ()
+        self.hands: dict[str, int] = {}
+        self._todo = deque(range(parts))
+
+    def deal(self, name: str) -> int | None:
+        """Assign a part to a worker; None: none is left."""
+        if not self._todo:
+            return None
+        self.hands[name] = part = self._todo.popleft()
+        return part
+
+    def give_back(self, name: str) -> None:
+        """Make the part of a worker that has left available again."""
+        if (part := self.hands.pop(name, None)) is not None:
+            self._todo.append(part)
+
+    def take(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Record the result of a part, if it is the one assigned to the worker."""
+        if self.hands.get(name) == facts["part"]:
+            del self.hands[name]
+            self.done += 1
+            self.names = tuple(facts["names"])
+            self.sums.update({int(index): _sums(pairs) for index, pairs in facts["sums"].items()})
+
+
+def _sums(pairs: Mapping[str, Any]) -> Sums:
+    return {name: (torch.tensor(a, dtype=torch.float64), torch.tensor(b)) for name, (a, b) in pairs.items()}
+
+
+@final
+class TaskPool:
+    """Assigns parts of an evaluation first, then units of training as ``staleness`` allows.
+
+    Attributes:
+        evaluation: The evaluation in progress; if there is none, one without parts.
+    """
+
+    def __init__(self, staleness: StalenessScheduler) -> None:
+        self.staleness = staleness
+        self.evaluation = EvaluationTasks(0)
+        self._records: dict[tuple[int, int], LossRecord] = {}  # records not yet returned, by step and logical rank
+        self._recent: deque[LossRecord] = deque(maxlen=staleness.logical_ranks)  # with metrics whose counts are 0
+
+    def join(self, name: str, now: float) -> int:
+        """Admit or readmit a worker, without a task, at the time ``now`` in seconds; return its clock."""
+        self.evaluation.give_back(name)
+        return self.staleness.join(name, now)
+
+    def retire(self, name: str) -> Unit | None:
+        """Remove a worker, and make its tasks available again; return its unit of training."""
+        self.evaluation.give_back(name)
+        return self.staleness.retire(name)
+
+    def deal(self, name: str, now: float) -> dict[str, Any] | None:
+        """Return a member's next task at the time ``now`` in seconds, as facts of TASK; None: it has to wait."""
+        if (part := self.evaluation.deal(name)) is not None:
+            self.staleness.renew(name, now)
+            which = {"split": self.evaluation.split, "step": self.evaluation.step}
+            return {"do": "evaluate", "part": part, "parts": self.evaluation.parts, **which}
+        unit = self.staleness.next(name, now)
+        return {"do": "train", "step": unit.step, "ranks": unit.logical_ranks} if unit else None
+
+    def take(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Record the result in a worker's message TICK, if it is that of the task assigned to it."""
+        if "unit" in facts:
+            step, ranks = facts["unit"]
+            if self.staleness.finish(name, Unit(step, tuple(ranks))):
+                records = [LossRecord.from_message(message) for message in facts["records"]]
+                self._records.update({(step, rank): record for rank, record in zip(ranks, records, strict=True)})
+                self._recent.extend(record.without_counts() for record in records)
+        if "part" in facts:
+            self.evaluation.take(name, facts)
+
+    def pop_records(self, step: int) -> list[LossRecord]:
+        """Return a record for each logical rank; over the steps of a run, each metric that was sent counts once.
+
+        They are the records of ``step``, plus the metrics of earlier steps that arrived late. If steps overlap and a
+        record of ``step`` is missing, they are the most recent losses, with the metrics of all records that arrived.
+        """
+        ranks = range(self.staleness.logical_ranks)
+        is_whole = all((step, rank) in self._records for rank in ranks)
+        due = {key: self._records.pop(key) for key in sorted(self._records) if key[0] <= step or not is_whole}
+        losses = [due[step, rank] for rank in ranks] if is_whole else self._recent
+        counted = ([record for (_, rank), record in due.items() if rank == own] for own in ranks)
+        return [record.with_counts_of(records) for record, records in zip(losses, counted, strict=True)]
+
+    def expired(self, now: float) -> list[str]:
+        """Return the workers with a task whose lease has expired at the time ``now``, in seconds."""
+        return self.staleness.expired(now, self.evaluation.hands)

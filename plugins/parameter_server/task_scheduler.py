@@ -1,0 +1,215 @@
+"""Assigns the tasks of a run to its workers, and keeps their results until the training loop asks for them.
+
+The leading server sends tasks to workers and receives their heartbeats.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any, final
+
+from plugins.parameter_server.protocol import Operation
+from plugins.parameter_server.task_pool import (
+    EvaluationTasks,
+    StalenessScheduler,
+    TaskPool,
+)
+from worldsize.collectives.exact import Sums
+from worldsize.collectives.peer_waits import PEER_WAIT
+from worldsize.errors import WorldsizeError
+from worldsize.net.channel import Channel, LostError
+from worldsize.net.frames import CommonOperation, RefusedError
+from worldsize.strategies.loss_record import LossRecord
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+class TaskScheduler:
+    """Decides what each worker does next. Thread-safe: connections of workers and the training loop use it.
+
+    Args:
+        staleness: Decides which worker may begin which unit.
+        timeout: Seconds to wait without any worker.
+
+    Attributes:
+        changed: Guards everything, including ``staleness``; notified after each change.
+        ended: Why the run has ended; None: it has not.
+    """
+
+    def __init__(self, staleness: StalenessScheduler, *, timeout: float) -> None:
+        self.staleness, self._pool, self._timeout = staleness, TaskPool(staleness), timeout
+        self._epochs = count(time.time_ns())  # later than those of an earlier leader
+        self.changed = threading.Condition()
+        self._epoch_of: dict[str, int] = {}
+        self.ended: str | None = None
+
+    # ------------------------------------------------------------ for connections
+
+    def admit(self, name: str) -> int:
+        """Make a worker a member of the run; return the epoch of its membership."""
+        with self.changed:
+            clock = self._pool.join(name, time.monotonic())
+            self._epoch_of[name] = epoch = next(self._epochs)
+            self.changed.notify_all()
+        _logger.info("%s joins at clock %d", name, clock)
+        return epoch
+
+    def expects(self, name: str) -> bool:
+        """Return whether a worker is still expected to ask for tasks."""
+        return self.ended is None or name in self.staleness.members
+
+    def renew(self, name: str) -> None:
+        """Record a worker's heartbeat."""
+        with self.changed:
+            self.staleness.renew(name, time.monotonic())
+
+    def retire(self, name: str, epoch: int, why: str) -> None:
+        """End the membership that began in ``epoch``, unless the worker has joined again since."""
+        with self.changed:
+            if self._epoch_of.get(name) != epoch:
+                return
+            del self._epoch_of[name]
+            unit = self._pool.retire(name)
+            self.changed.notify_all()
+        _logger.info("%s is retired: %s%s", name, why, f"; {unit} is dealt again" if unit else "")
+
+    def next_task(self, name: str, epoch: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Record a worker's result, and wait until there is a task for it.
+
+        When the run has ended, the task is to stop, and the worker stays a member until the caller has sent it: the
+        server ends as soon as there are no members.
+        """
+        with self.changed:
+            if self._epoch_of.get(name) != epoch:
+                return {"do": "join"}  # it was retired meanwhile
+            self._pool.take(name, facts)
+            self.changed.notify_all()
+            leaves = facts.get("leaves") and len(self.staleness.members) > 1
+            while not leaves and self.ended is None:
+                if self._epoch_of.get(name) != epoch:
+                    return {"do": "join"}
+                if task := self._pool.deal(name, time.monotonic()):
+                    return task
+                self.changed.wait()
+            if self.ended is None:
+                self.retire(name, epoch, "asked to leave")  # under the lock, so that one worker stays
+            return {"do": "stop", "why": self.ended or "asked to leave"}
+
+    # ------------------------------------------------------------ for the training loop
+
+    @property
+    def workers(self) -> list[str]:
+        """Names of the workers that are members now."""
+        return list(self.staleness.members)
+
+    def meet(self, count: int, *, seconds: float) -> None:
+        """Wait until ``count`` workers have joined, for at most ``seconds``; others may join later."""
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.staleness.members) >= count, seconds)
+
+    def open(self, step: int) -> None:
+        """Allow steps up to ``step`` to begin."""
+        with self.changed:
+            self.staleness.open(step)
+            self.changed.notify_all()
+
+    def finished(self, step: int) -> list[LossRecord]:
+        """Wait for ``step``, and return the records of its losses by logical rank, or the last ones if steps overlap.
+
+        Raises:
+            WorldsizeError: There was no worker for longer than the timeout.
+        """
+        self.wait_for(lambda: self.staleness.complete >= step)
+        with self.changed:
+            return self._pool.pop_records(step)
+
+    def evaluate(self, parts: int, *, split: str, step: int) -> tuple[dict[int, Sums], tuple[str, ...]]:
+        """Let workers evaluate ``split`` after ``step``, each part by one worker.
+
+        Returns:
+            Sums and counts of each batch by its index, and the metrics' names.
+        """
+        with self.changed:
+            self._pool.evaluation = evaluation = EvaluationTasks(parts, split=split, step=step)
+            self.changed.notify_all()
+        self.wait_for(lambda: evaluation.done == parts)
+        self._pool.evaluation = EvaluationTasks(0)
+        return evaluation.sums, evaluation.names
+
+    def end(self, why: str) -> None:
+        """Tell each worker to end after its present task; return when all are told."""
+        with self.changed:
+            self.ended = why
+            self.changed.notify_all()
+        self.wait_for(lambda: not self.staleness.members, alone=True)
+
+    def wait_for(self, done: Callable[[], bool], *, alone: bool = False) -> None:
+        """Wait for ``done``, and retire workers whose lease expires; unless ``alone``, there must be a worker.
+
+        Raises:
+            WorldsizeError: There was no worker for longer than the timeout.
+        """
+        since = time.monotonic()
+        with PEER_WAIT.during("work of the workers"), self.changed:
+            while not done():
+                self.changed.wait(self.staleness.lease / 4)
+                now = time.monotonic()
+                late = [(name, self._epoch_of[name]) for name in self._pool.expired(now)]
+                since = now if self.staleness.members else since
+                if now - since > self._timeout and not alone:
+                    raise WorldsizeError(
+                        f"there has been no worker for {self._timeout:g} s (cluster.timeout). "
+                        "Look into the workers' logs, or add workers."
+                    )
+                for name, epoch in late:
+                    self.retire(name, epoch, f"no heartbeat within its lease of {self.staleness.lease:g} s")
+
+
+NextTask = Callable[[str, int, Mapping[str, Any]], dict[str, Any]]  # of a worker, its epoch, and its last result
+
+
+@final
+class TaskService:
+    """Serves the connections on which workers ask ``scheduler`` for tasks.
+
+    Args:
+        scheduler: Admits and retires workers.
+        next_task: Answers a TICK; by default ``scheduler.next_task``.
+    """
+
+    def __init__(self, scheduler: TaskScheduler, next_task: NextTask | None = None) -> None:
+        self._scheduler, self._next_task = scheduler, next_task or scheduler.next_task
+
+    def control(self, channel: Channel, facts: Mapping[str, Any]) -> None:
+        """Serve one worker: each TICK has its last result, each TASK its next task. Raises RefusedError."""
+        name = str(facts["name"])
+        epoch = self._scheduler.admit(name)
+        try:
+            channel.send_message(CommonOperation.WELCOME, {"epoch": epoch})
+            while self._scheduler.expects(name):
+                header = channel.header()
+                if header.operation != Operation.TICK:
+                    raise RefusedError(f"received {header.operation.name}, expected TICK")
+                task = self._next_task(name, epoch, channel.message(header))
+                channel.send_message(Operation.TASK, task)
+                if task["do"] == "stop":
+                    self._scheduler.retire(name, epoch, task["why"])
+        except LostError as error:
+            self._scheduler.retire(name, epoch, f"its connection ended ({error})")
+        except RefusedError:
+            self._scheduler.retire(name, epoch, "it was refused")
+            raise
+
+    def beat(self, channel: Channel, facts: Mapping[str, Any]) -> None:
+        """Receive the heartbeats of a worker. Raises LostError or RefusedError."""
+        channel.send_message(CommonOperation.WELCOME, {})
+        while True:
+            header = channel.header()
+            if header.operation != CommonOperation.HEARTBEAT:
+                raise RefusedError(f"received {header.operation.name}, expected HEARTBEAT")
+            self._scheduler.renew(str(facts["name"]))

@@ -1,0 +1,245 @@
+"""A worker for a recipe with several updates a step, which computes every update together with all others.
+
+``UnitStart`` saves the parts of its model that no server has, at the start of a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from plugins.parameter_server.shard_link import DenseLinks, ShardLink
+from plugins.parameter_server.sharding import ShardingPlan, parameters_by_optimizer
+from plugins.parameter_server.task_loop import (
+    Task,
+    TaskLoop,
+    UnownedWeights,
+    evaluated_part,
+    served_watch,
+)
+from worldsize.collectives.ordered import PartialSums
+from worldsize.collectives.step_timer import phase
+from worldsize.core import ConfigError, MultiUpdateRecipe, RunContext
+from worldsize.net.registry import Dialer
+from worldsize.strategies.gradient_reducer import Presence, taken
+from worldsize.strategies.loss_record import LossRecord
+from worldsize.strategies.model_passes import prepare_passes
+from worldsize.strategies.model_replica import ModelFlags, autocast
+from worldsize.strategies.multi_train_state import MultiTrainState, parameters_of
+from worldsize.strategies.update_pass import UpdatePass
+
+_Sums = Mapping[tuple[int, int], Sequence[Tensor | None]]  # gradients, by the level of the tree and the node there
+
+
+@final
+class UpdateWorker:
+    """Works for one run, from its first task to its last.
+
+    Its unit of a step is a generator that stops at each update, until the leading server releases all workers.
+
+    Args:
+        recipe: The recipe to train.
+        context: The context of the run: rank, data, numerics, and stop flag.
+        dialer: Connects to the servers.
+        plans: The assignment of parameters to servers, by the optimizer's name.
+        train_state: The recipe's model on the device of this process, and its optimizers, which never step here.
+    """
+
+    def __init__(
+        self,
+        recipe: MultiUpdateRecipe,
+        context: RunContext,
+        dialer: Dialer,
+        plans: Mapping[str, ShardingPlan],
+        train_state: MultiTrainState,
+    ) -> None:
+        self._recipe, self._context, self._dialer = recipe, context, dialer
+        self._model, self._parts = train_state.model, train_state.parts
+        prepare_passes(recipe, self._model, context.numerics, context.world.device)
+        self._parameters = parameters_by_optimizer(train_state)
+        self._unowned = UnownedWeights(self._model)
+        self._watch = served_watch(self._model, context)
+        self._dense = {
+            name: DenseLinks(self._parameters[name], plan, first=context.world.rank, faults=context.faults)
+            for name, plan in plans.items()
+        }
+        self._servers = len(next(iter(plans.values())).shards)
+        self._pulled: dict[str, int] = {}  # number of updates of each optimizer in the model's weights
+        self._unit: Generator[dict[str, Any], None, None] | None = None
+
+    def run(self, lease: float) -> None:
+        """Work until the leading server ends the run; it retires workers after ``lease`` seconds of silence."""
+        TaskLoop(
+            self._dialer,
+            self._context.stop,
+            shards=self._servers * len(self._dense),
+            connect=self._connect,
+            acts={"train": self._begin, "continue": self._continue, "evaluate": self._evaluate},
+        ).run(lease)
+
+    def _connect(self, links: Sequence[ShardLink]) -> None:
+        self._pulled.clear()
+        for place, dense in enumerate(self._dense.values()):
+            dense.connect(links[place * self._servers : (place + 1) * self._servers])
+
+    def _begin(self, task: Task) -> dict[str, Any]:
+        """Begin a unit, which may repeat the last one; return the facts about its first update."""
+        if self._unit is not None:
+            self._unit.close()
+        self._unit = self._updates(task)
+        return next(self._unit)
+
+    def _continue(self, _: Task) -> dict[str, Any]:
+        self._context.faults.at("update:continue")
+        assert self._unit is not None, "the server lets nobody go on who has not begun"
+        return next(self._unit)
+
+    def _evaluate(self, task: Task) -> dict[str, Any]:
+        self._pulled.clear()
+        for dense in self._dense.values():
+            dense.pull(0)
+        return evaluated_part(self._recipe, self._model, self._context, task)
+
+    def _updates(self, task: Task) -> Generator[dict[str, Any], None, None]:
+        """Compute a unit, update by update: yield the facts about each update, and finally about the unit."""
+        step, ranks, counts = task["step"], task["ranks"], dict(task["counts"])
+        unit = {"unit_of": [step, ranks], "attempt": task["attempt"]}
+        batches = [self._context.data.micro_batch(step, rank) for rank in ranks]
+        options = self._options()
+        flags = ModelFlags(self._model)
+        passes = [self._pass(batch, flags) for batch in batches]
+        with self._context.timing.measured(step), taken_back(self._model, passes):
+            for each, count in counts.items():
+                self._pull(each, count)
+            while True:
+                records, arrivals = self._computed(passes, ranks)
+                if not arrivals:
+                    break
+                for name, parts in arrivals.items():
+                    counts[name] += 1
+                    self._push(name, parts, count=counts[name])
+                messages = [record.message() for record in records]
+                with phase("communication"):
+                    yield {"update": list(arrivals), **unit, "records": messages}
+                for name in arrivals:
+                    self._pull(name, counts[name])
+        self._watch.end_step()
+        self._unowned.check()
+        if self._options() != options:
+            raise ConfigError(
+                f"{type(self._recipe).__name__}.updates has changed an optimizer's options, such as its learning rate; "
+                "the servers, which take the updates, do not see that. Give the recipe schedules, or use strategy=ddp."
+            )
+        yield {"unit": [step, ranks], "records": [each.take_metrics().message() for each in passes]}
+
+    def _pass(self, batch: Any, flags: ModelFlags) -> UpdatePass:
+        begin = partial(self._recipe.micro_batch_updates, self._model, batch)
+        kind, device = type(self._recipe).__name__, self._context.world.device
+        return UpdatePass(kind, begin, batch, names=self._parts, device=device, flags=flags)
+
+    def _computed(
+        self, passes: Sequence[UpdatePass], ranks: Sequence[int]
+    ) -> tuple[list[LossRecord], Mapping[str, _Sums]]:
+        """Run all generators to the next update, and compute its gradient.
+
+        Returns:
+            The records of the losses; the gradients by optimizer, of none if the generators have ended. A parameter
+            that no micro-batch here has used has None.
+        """
+        total, records = self._context.logical_ranks, []
+        arrivals: dict[str, tuple[PartialSums, Presence]] = {}
+        for rank, current in zip(ranks, passes, strict=True):
+            with autocast(self._context.world.device, self._context.numerics.precision), self._watch.watching():
+                current.advance(lambda action: action())
+            current.check_same(passes[0])
+            if current.update:
+                loss, record = current.take_loss()
+                owned = [parameter for name in current.update for parameter in self._owned(name)]
+                loss.backward(inputs=owned)  # type: ignore[no-untyped-call]
+                records.append(record)
+                for name in current.update:
+                    parameters = list(self._parameters[name].values())
+                    sums, presence = arrivals.setdefault(name, (PartialSums(total), Presence(parameters)))
+                    presence.note()
+                    sums.add(total, rank, taken(parameters))
+        return records, {
+            name: {node: presence.without_absent(gradients) for node, gradients in sums.parts.items()}
+            for name, (sums, presence) in arrivals.items()
+        }
+
+    def _owned(self, name: str) -> list[nn.Parameter]:
+        """Return the parameters that optimizer ``name`` now trains, all of which the servers must own."""
+        owned, trained = {id(each) for each in self._parameters[name].values()}, []
+        for parameter in parameters_of(self._parts[name].optimizer):
+            if parameter.numel() and id(parameter) not in owned:
+                raise ConfigError(
+                    f"{type(self._recipe).__name__} begins to train a parameter of {name!r} that was frozen when the "
+                    "run began: no server owns it. Let it require gradients from the beginning, or use strategy=ddp."
+                )
+            trained.append(parameter)
+        return trained
+
+    def _push(self, name: str, arrivals: Mapping[tuple[int, int], Sequence[Tensor | None]], *, count: int) -> None:
+        """Push the gradient of update number ``count``, and wait until all shards have received it."""
+        for (width, node), gradients in arrivals.items():
+            named = dict(zip(self._parameters[name], gradients, strict=True))
+            self._dense[name].push(named, step=count, width=width, node=node)
+        self._dense[name].settle()
+
+    def _pull(self, name: str, count: int) -> None:
+        """Pull weights that include ``count`` updates, unless the model has them.
+
+        An autograd graph that saved the old weights becomes invalid, which torch detects by their version.
+        """
+        if self._pulled.get(name) != count:
+            self._dense[name].pull(count)
+            self._pulled[name] = count
+            torch.autograd.graph.increment_version(tuple(self._parameters[name].values()))
+
+    def _options(self) -> list[dict[str, Any]]:
+        """Copy the options of all optimizers, such as learning rates."""
+        groups = [group for part in self._parts.values() for group in part.optimizer.param_groups]
+        return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+@contextmanager
+def taken_back(model: nn.Module, passes: Sequence[UpdatePass]) -> Iterator[None]:
+    """Close the passes and restore the model, if the step is abandoned."""
+    start = UnitStart(model)
+    try:
+        yield
+    except GeneratorExit:  # the step is abandoned
+        for each in passes:
+            each.close()
+        start.restore()
+        raise
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+@final
+class UnitStart:
+    """A copy of flags and unsaved buffers of ``model``, which an abandoned unit may leave half changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._flags = ModelFlags(model)
+        self._buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in model.modules()
+            for name in sorted(module._non_persistent_buffers_set)
+            if (buffer := module._buffers[name]) is not None
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the saved flags and buffers of the model."""
+        self._flags.restore()
+        for module, name, buffer, values in self._buffers:
+            module._buffers[name] = buffer.copy_(values)

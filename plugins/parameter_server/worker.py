@@ -1,0 +1,246 @@
+"""A worker: takes tasks, computes and pushes gradients, and pulls weights. It does not know other workers.
+
+Buckets are pushed while the backward pass computes others (Zhang et al. 2017, Poseidon, arXiv 1706.03292).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from plugins.parameter_server.remote_embedding import TableLinks, remotes, take_gradients
+from plugins.parameter_server.shard_link import DenseLinks, ShardLink
+from plugins.parameter_server.sharding import BucketKey, ShardingPlan, ShardLayout
+from plugins.parameter_server.task_loop import (
+    TaskLoop,
+    UnownedWeights,
+    evaluated_part,
+    served_watch,
+)
+from worldsize.collectives.ordered import PartialSums
+from worldsize.collectives.step_timer import phase
+from worldsize.core import LossOutput, Recipe, RunContext
+from worldsize.net.registry import Dialer
+from worldsize.record.determinism import seed_generators
+from worldsize.strategies.gradient_reducer import Presence, clip_factor, taken
+from worldsize.strategies.loss_record import LossRecord, mean_loss, trainable
+from worldsize.strategies.model_passes import prepare_passes
+from worldsize.strategies.model_replica import autocast
+from worldsize.strategies.parameter_changes import ParameterChanges
+
+_OVERLAPPED = 1 << 20  # bytes of gradients; fewer are sent in less time than starting a thread takes
+
+
+@final
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Options of a worker: how it computes gradients and reads weights.
+
+    Attributes:
+        synchronous: Whether the gradients of a step are summed to one update.
+        staleness: Number of steps that the worker's weights may be behind.
+    """
+
+    synchronous: bool
+    staleness: int = 0
+
+
+@final
+class Worker:
+    """Works for one run, from its first task to its last.
+
+    Args:
+        recipe: The recipe to train.
+        context: The context of the run: rank, data, numerics, and stop flag.
+        dialer: Connects to the servers.
+        plan: The assignment of parameters to servers.
+        options: How gradients are computed and weights are read.
+        model: The recipe's model, with its tables on servers.
+        tables: The links through which it reads rows, see :func:`linked_model`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        context: RunContext,
+        dialer: Dialer,
+        plan: ShardingPlan,
+        options: WorkerOptions,
+        *,
+        model: nn.Module,
+        tables: TableLinks,
+    ) -> None:
+        self._tables = tables
+        self._recipe, self._context, self._dialer, self._options = recipe, context, dialer, options
+        self._model = model.to(context.world.device)
+        prepare_passes(recipe, self._model, context.numerics, context.world.device)
+        self._remotes = list(remotes(self._model))
+        self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._unowned = UnownedWeights(self._model)
+        self._watch = served_watch(self._model, context)
+        self._dense = DenseLinks(self._parameters, plan, first=context.world.rank, faults=context.faults)
+        nbytes = sum(parameter.nbytes for parameter in self._parameters.values())
+        self._overlap = OverlappedPush(self._parameters, plan.shards) if nbytes >= _OVERLAPPED else None
+        self._changes = ParameterChanges(self._model, hooks=True)
+
+    def run(self, lease: float) -> None:
+        """Work until the leading server ends the run; it retires workers after ``lease`` seconds of silence."""
+        TaskLoop(
+            self._dialer,
+            self._context.stop,
+            shards=self._dense.servers,
+            connect=self._connect,
+            acts={"train": self._train, "evaluate": self._evaluate},
+            last_words=self._tables.cache_facts,
+        ).run(lease)
+
+    def _connect(self, links: Sequence[ShardLink]) -> None:
+        self._dense.connect(links)
+        self._tables.connect(links)
+
+    def _train(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        step, ranks = task["step"], task["ranks"]
+        batches = [self._context.data.micro_batch(step, rank) for rank in ranks]
+        with self._context.timing.measured(step):
+            records = self._learn(batches, step, ranks)
+            self._dense.settle()
+        self._context.faults.at("push:end")  # servers have the gradients, before the leader gets the report
+        self._watch.end_step()
+        return {"unit": [step, ranks], "records": [record.message() for record in records]}
+
+    def _learn(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[LossRecord]:
+        """Pull weights, compute gradients and push them; return the records of the losses."""
+        synchronous = self._options.synchronous
+        self._pull(step - 1 if synchronous else 0)
+        self._tables.oldest = step - 1 - self._options.staleness
+        if self._overlap and len(ranks) == 1 and (synchronous or self._context.numerics.clip_norm is None):
+            return [self._push_during_backward(self._overlap, batches[0], step, ranks[0])]
+        return self._push_after_backward(batches, step, ranks)
+
+    def _push_after_backward(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[LossRecord]:
+        """Push the summed gradients after all backward passes; return the records of the losses."""
+        total, arrivals, losses, touched = self._context.logical_ranks, PartialSums(self._context.logical_ranks), [], []
+        presence = Presence(list(self._parameters.values()))
+        for rank, batch in zip(ranks, batches, strict=True):
+            losses.append(self._backward(batch))
+            presence.note()
+            arrivals.add(total, rank, taken(self._parameters.values()))
+            touched.append(take_gradients(self._remotes))
+        if not self._options.synchronous:
+            self._clip([*arrivals.parts[total, ranks[0]], *(values for _, values in touched[0])])
+        for (width, node), gradients in arrivals.parts.items():
+            named = dict(zip(self._parameters, presence.without_absent(gradients), strict=True))
+            self._dense.push(named, step=step, width=width, node=node)
+        for rank, rows in zip(ranks, touched, strict=True):
+            self._tables.push(rows, step=step, width=total, node=rank)
+        return losses
+
+    def _push_during_backward(self, overlap: OverlappedPush, batch: Any, step: int, rank: int) -> LossRecord:
+        """Push gradients during the single backward pass; return the record of the loss."""
+        part = {"step": step, "width": self._context.logical_ranks, "node": rank}
+        try:
+            with overlap.during_backward(lambda key, gradients: self._dense.push_bucket(key, gradients, part)):
+                loss = self._backward(batch)
+        finally:  # otherwise gradients of an abandoned pass would be added to those of the next
+            taken(self._parameters.values())
+            touched = take_gradients(self._remotes)
+        self._tables.push(touched, **part)
+        return loss
+
+    def _backward(self, batch: Any) -> LossRecord:
+        device = self._context.world.device
+        seed_generators(batch.seed, device)
+        with autocast(device, self._context.numerics.precision), self._watch.watching():
+            output = LossOutput.of(self._recipe.micro_batch_loss(self._model, batch))
+        total, record = trainable(output)
+        if not self._options.synchronous:  # a synchronous step divides by its total weight
+            total, record = trainable(replace(output, loss=mean_loss(output)))
+        self._changes.check()  # before a gradient is pushed
+        self._unowned.check()
+        total.backward()  # type: ignore[no-untyped-call]
+        return record
+
+    def _clip(self, gradients: Sequence[Tensor]) -> None:
+        """Clip a unit's gradient by its own norm, if steps overlap."""
+        limit = self._context.numerics.clip_norm
+        if limit is not None:
+            norm = nn.utils.get_total_norm(gradients)
+            torch._foreach_mul_(list(gradients), clip_factor(norm, limit))
+
+    def _pull(self, step: int) -> None:
+        self._tables.step = step
+        self._dense.pull(step)
+
+    def _evaluate(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        self._pull(0)
+        self._tables.oldest = None
+        return evaluated_part(self._recipe, self._model, self._context, task)
+
+
+Push = Callable[[BucketKey, Mapping[str, Tensor | None]], None]  # a bucket, and the gradients in it by name
+
+
+@final
+class OverlappedPush:
+    """Pushes a bucket as soon as all its gradients are ready, from a separate thread."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], shards: Sequence[ShardLayout]) -> None:
+        self._parameters = parameters
+        self._names: dict[BucketKey, set[str]] = {
+            (server, table): {piece.name for piece in bucket.pieces}
+            for server, shard in enumerate(shards)
+            for table, bucket in enumerate(shard)
+        }
+        self._buckets = {name: [key for key, names in self._names.items() if name in names] for name in parameters}
+        self._missing: dict[BucketKey, set[str]] = {}
+        self._queue: SimpleQueue[BucketKey | None] = SimpleQueue()  # of the backward pass in progress
+        for name, parameter in parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def during_backward(self, push: Push) -> Iterator[None]:
+        """Push the gradients of the backward pass inside the block; those with missing ones are pushed at its end.
+
+        Nothing else may use the connections of ``push`` inside the block. An exception of ``push`` is raised at its
+        end; nothing is pushed after the block, even if it fails.
+        """
+        self._missing = {key: set(names) for key, names in self._names.items()}
+        queue = self._queue = SimpleQueue()  # a new queue, since that of a failed pass may hold buckets
+        errors: list[Exception] = []
+        thread = threading.Thread(target=self._work, args=(push, queue, errors), daemon=True, name="push")
+        thread.start()
+        try:
+            yield
+            for key in list(self._missing):
+                queue.put(key)
+        finally:
+            self._missing = {}
+            queue.put(None)
+            with phase("communication"):
+                thread.join()
+        if errors:
+            raise errors[0]
+
+    def _arrived(self, name: str, _: Tensor) -> None:
+        for key in self._buckets[name]:
+            names = self._missing.get(key, set())
+            if name in names:
+                names.remove(name)
+                if not names:
+                    del self._missing[key]
+                    self._queue.put(key)
+
+    def _work(self, push: Push, queue: SimpleQueue[BucketKey | None], errors: list[Exception]) -> None:
+        try:
+            while (key := queue.get()) is not None:
+                push(key, {name: self._parameters[name].grad for name in self._names[key]})
+        except Exception as error:  # raised again at the end of the block
+            errors.append(error)
