@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from tests.support.runs import REPOSITORY
-from worldsize.config.instantiate import Allowed, build, bundled_targets, check_targets, resolve
+from worldsize.config.instantiate import Allowed, build, bundled_targets, check_targets, resolve_target
 from worldsize.config.schema import Schema
 from worldsize.config.search_path import bundle, make_importable
 from worldsize.core import Cluster, ConfigError, Link, Strategy
@@ -126,12 +126,12 @@ def test_the_bundled_targets_are_those_of_all_bundled_files_and_of_the_schema() 
 def test_every_target_of_the_bundled_files_is_admitted_and_exists() -> None:
     make_importable([bundle()])
     for target in bundled_targets():
-        assert callable(resolve(target, Allowed(), "key")), target
+        assert callable(resolve_target(target, Allowed(), "key")), target
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon", "Adafactor", "lr_scheduler.CosineAnnealingLR"])
 def test_classes_of_torch_are_admitted_wherever_torch_defines_them(name: str) -> None:
-    assert resolve(f"torch.optim.{name}", Allowed(), "optimizer")
+    assert resolve_target(f"torch.optim.{name}", Allowed(), "optimizer")
 
 
 def test_a_module_of_the_users_may_show_what_a_private_one_defines(
@@ -145,10 +145,10 @@ def test_a_module_of_the_users_may_show_what_a_private_one_defines(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     allowed = Allowed((*Allowed().prefixes, "shown_by"))
-    assert resolve("shown_by.Own", allowed, "recipe")
+    assert resolve_target("shown_by.Own", allowed, "recipe")
     for refused in ("shown_by._hidden", "shown_by.shown", "shown_by._private.Own"):
         with pytest.raises(ConfigError, match="outside the allow-list"):
-            resolve(refused, allowed, "recipe")
+            resolve_target(refused, allowed, "recipe")
 
 
 def test_a_module_that_does_not_exist_is_named() -> None:

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.config.golden import REPOSITORY
-from worldsize.config.instantiate import Allowed, resolve
+from worldsize.config.instantiate import Allowed, resolve_target
 from worldsize.config.launcher_schema import cluster_schema, launcher_schema, plain_type
 from worldsize.config.schema import ClusterSchema
 from worldsize.core.launcher import OF_CLUSTER, cluster_option
@@ -84,7 +84,7 @@ def clashes(launcher: type) -> set[str]:
 def test_no_option_of_a_launcher_is_a_key_of_every_cluster_with_another_meaning(cluster: str) -> None:
     """``cluster.NAME`` is one key: the launcher would get what the cluster is described by, and not its own option."""
     target = OmegaConf.load(REPOSITORY / "conf" / "cluster" / f"{cluster}.yaml").launcher._target_
-    assert not clashes(resolve(target, Allowed(), cluster))
+    assert not clashes(resolve_target(target, Allowed(), cluster))
 
 
 def test_an_option_of_a_launcher_that_is_a_key_of_every_cluster_is_found_by_its_type_and_default() -> None:

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from tests.config.golden import REPOSITORY
 from tests.observe.run_folders import attempt, write_run
 from worldsize import cli
-from worldsize.config.instantiate import Allowed, resolve
+from worldsize.config.instantiate import Allowed, resolve_target
 from worldsize.config.schema import Schema
 from worldsize.core import ConfigError, FolderName, Limit, OneOf, Range
 from worldsize.core.launcher import OF_CLUSTER
@@ -52,7 +52,7 @@ def of_group(group: str, key: str, folder: Path) -> Iterator[Option]:
         node = whole if "_target_" in whole else whole.get(key) or {}
         if "_target_" not in node:
             continue
-        target = resolve(str(node["_target_"]), Allowed(), key)
+        target = resolve_target(str(node["_target_"]), Allowed(), key)
         hints = get_type_hints(target, include_extras=True)
         options = (
             [(each.name, bool(each.metadata.get(OF_CLUSTER))) for each in fields(target)]

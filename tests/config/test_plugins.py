@@ -11,7 +11,7 @@ import pytest
 
 from worldsize.config import search_path as module
 from worldsize.config.compose import compose_and_call
-from worldsize.config.instantiate import Allowed, bundled_targets, resolve
+from worldsize.config.instantiate import Allowed, bundled_targets, resolve_target
 from worldsize.config.search_path import check_unique, config_folders, installed, options, plugins, used
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.record.inputs import check_kept, digest_of, keep
@@ -83,10 +83,10 @@ def test_an_installed_package_may_be_built_as_its_files_name_it_and_in_no_other_
     (folder / "strategy.py").write_text(
         "import os\nclass S:\n  def _run(self): ...\nclass Other: ...\ndef _run(): ...\n"
     )
-    assert isinstance(resolve("worldsize_imported.strategy.S", allowed, "strategy")(), object)
+    assert isinstance(resolve_target("worldsize_imported.strategy.S", allowed, "strategy")(), object)
     for each in others:
         with pytest.raises(ConfigError, match="outside the allow-list"):
-            resolve(each, allowed, "strategy")
+            resolve_target(each, allowed, "strategy")
 
 
 def test_an_installed_package_without_options_is_named_when_an_option_is_missing(

@@ -384,7 +384,7 @@ def test_a_file_of_a_long_run_has_a_bounded_number_of_lines(tmp_path: Path) -> N
     run.health(0).write_text(4999 * line)
     file = HealthFile(run, 0)
     for number in range(3):
-        file.append(row(time=float(number)), [])
+        file.add_row(row(time=float(number)), [])
     lines = run.health(0).read_text().splitlines()
     assert len(lines) == 2502
     assert [json.loads(each)["time"] for each in lines[-3:]] == [0.0, 1.0, 2.0]
@@ -394,11 +394,11 @@ def test_a_file_of_a_long_run_has_a_bounded_number_of_lines(tmp_path: Path) -> N
 def test_alerts_of_all_nodes_reach_the_events_of_the_run_and_its_listeners(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     old = NodeAlert(1, "n1", "disk", 0.97, 0.95)
-    HealthFile(run, 1).append(CALM, [old])
+    HealthFile(run, 1).add_row(CALM, [old])
     files, news, log = AlertFiles(run), AlertNews(run.events), EventLog(run.events)
     alerts = [NodeAlert(1, "n1", "ecc", 2, 0, gpu=3), NodeAlert(2500, "n2", "memory", 0.99, 0.95)]
     for alert in alerts:
-        HealthFile(run, alert.node).append(CALM, [alert])
+        HealthFile(run, alert.node).add_row(CALM, [alert])
     assert run.health(2500).parent.name == "02000"
     names = ["health/alerts/02000/node_02500_alerts.jsonl", "health/alerts/node_00001_alerts.jsonl"]
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*_alerts.jsonl")) == names
@@ -421,7 +421,7 @@ def test_the_process_of_the_first_node_passes_on_what_is_at_hand_when_it_ends(tm
         assert pid is not None
         while os.getpriority(os.PRIO_PROCESS, pid) < min(mine + 5, 19):  # it looks for alerts from then on
             time.sleep(0.01)
-        HealthFile(run, 1).append(CALM, [alert])
+        HealthFile(run, 1).add_row(CALM, [alert])
     assert [alert_of(row_of(line)) for line in run.events.read_bytes().splitlines()] == [alert]
     assert not Path(f"/proc/{pid}").exists()
 
@@ -460,7 +460,7 @@ def test_listeners_are_told_alerts_between_other_events(tmp_path: Path) -> None:
 def test_the_host_of_a_slow_rank_is_asked_for_its_health(tmp_path: Path) -> None:
     run, now = RunDirectory(tmp_path), time.time()
     for node, host, swap in ((0, "a", 0.0), (1, "b", 5e6)):
-        HealthFile(run, node).append(row(host=host, time=now, swap=swap), [])
+        HealthFile(run, node).add_row(row(host=host, time=now, swap=swap), [])
     assert why_host_is_slow(run, "b", 9, per_node=8) == "it swaps 5 MB/s"
     assert why_host_is_slow(run, "a", 0, per_node=8) == ""
     assert why_host_is_slow(run, "b", 0, per_node=8) == "it swaps 5 MB/s"  # its ranks may be anywhere
@@ -482,7 +482,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     now = time.time()
     for node in range(600):
         bad: dict[str, Any] = SICK.get(node, {})
-        HealthFile(run, node).append(row(**{"time": now, "host": f"n{node}", **bad}), [])
+        HealthFile(run, node).add_row(row(**{"time": now, "host": f"n{node}", **bad}), [])
     return run
 
 
@@ -534,7 +534,7 @@ def test_the_report_adds_up_what_a_gpu_suffered_at_different_times(tmp_path: Pat
         {"index": 3, "utilisation": 0.6, "memory": 0.5, "temperature": 60, "slowed_by": ["heat"], "ecc_errors": 0},
         {"index": 3, "utilisation": 0.7, "memory": 0.4, "temperature": 61, "slowed_by": [], "ecc_errors": 3},
     ):
-        file.append(row(gpus=[gpu]), [])
+        file.add_row(row(gpus=[gpu]), [])
     table = nodes_health(read_run(run.path))
     assert table is not None
     assert table.rows[0][-4:] == ("50%", "95 °C", "GPU 3: heat, power", "7")

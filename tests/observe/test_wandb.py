@@ -83,7 +83,7 @@ def test_a_second_attempt_continues_the_same_run_at_the_right_step(
     facts: dict[str, Any] = {"project": "p", "run_id": "same", "group": None, "config": {}, "mode": "offline"}
     for attempt, first in (("one", 1), ("two", 4)):
         (tmp_path / attempt).mkdir()
-        HealthFile(RunDirectory(tmp_path / attempt), 0).append({**CALM, "time": time.time()}, [])
+        HealthFile(RunDirectory(tmp_path / attempt), 0).add_row({**CALM, "time": time.time()}, [])
         make = partial(WandbListener, **facts, manifest={}, folder=tmp_path / attempt)
         listener = SubprocessListeners({"logger": make})
         for number in range(first, first + 3):

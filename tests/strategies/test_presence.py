@@ -39,8 +39,8 @@ def test_only_a_rank_that_lacks_a_gradient_waits_for_the_others() -> None:
         assert world.group is not None
         exchange = PresenceExchange(world.group, world.device)
         with Waits() as waits:
-            present = exchange.any([True, world.rank == 0])
-        lacks_none = exchange.any([True, True])
+            present = exchange.present_anywhere([True, world.rank == 0])
+        lacks_none = exchange.present_anywhere([True, True])
         assert [*lacks_none] == [True, True]
         return [*present], waits.number > 0
 

@@ -133,7 +133,7 @@ def _check_texts(node: Any, key: str) -> None:
 def check_node(node: Any, *, allowed: Allowed, key: str) -> None:
     """Raise ConfigError if a target at or below ``node`` may not be called, or does not accept these arguments."""
     for path, target in targets_of(node, key):
-        check_arguments(resolve(target["_target_"], allowed, path), target, path)
+        check_arguments(resolve_target(target["_target_"], allowed, path), target, path)
 
 
 def described_failure(error: BaseException) -> str:
@@ -150,7 +150,7 @@ def check_targets(config: Any, allowed: Allowed) -> None:
         _check_prefix(node["_target_"], allowed, path)
 
 
-def resolve(target: str, allowed: Allowed, key: str) -> Any:
+def resolve_target(target: str, allowed: Allowed, key: str) -> Any:
     """Return the callable that ``target`` names; an alias of something outside the allow-list is also refused."""
     _check_prefix(target, allowed, key)
     located = _locate(target, key)

@@ -25,7 +25,7 @@ from omegaconf.errors import ConfigKeyError, ValidationError
 
 from worldsize.config.command_line import REFUSED
 from worldsize.config.explain import note_file
-from worldsize.config.instantiate import Allowed, resolve
+from worldsize.config.instantiate import Allowed, resolve_target
 from worldsize.config.schema import ClusterSchema
 from worldsize.config.search_path import installed, main_conf, make_importable, roots
 from worldsize.core.launcher import OF_CLUSTER
@@ -94,7 +94,7 @@ def _add_keys(config: DictConfig, target: str, file: Path) -> None:
     if not allowed.admits(target):
         return
     make_importable(roots())
-    launcher = resolve(target, allowed, f"{file}: launcher")
+    launcher = resolve_target(target, allowed, f"{file}: launcher")
     if is_dataclass(launcher) and isinstance(launcher, type):
         config.cluster = _merged("cluster", cluster_schema(launcher), config.get("cluster"), file)
         config.launcher = _merged("launcher", launcher_schema(launcher), config.get("launcher"), file)

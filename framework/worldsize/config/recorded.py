@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from worldsize.config.instantiate import Allowed, check_arguments, resolve
+from worldsize.config.instantiate import Allowed, check_arguments, resolve_target
 from worldsize.config.search_path import make_importable
 from worldsize.config.settings import Settings, launcher_of, load_settings, recipe_of
 from worldsize.core import BatchLauncher, LaunchMethod, Recipe
@@ -112,7 +112,7 @@ def _bundled_launcher(node: Mapping[str, Any]) -> BatchLauncher | None:
             f"another user's run was launched by {printable(target)}, which is not imported for that. "
             "Ask its scheduler yourself."
         )
-    kind = resolve(target, Allowed(), "launcher")
+    kind = resolve_target(target, Allowed(), "launcher")
     if not (inspect.isclass(kind) and issubclass(kind, LaunchMethod) and not inspect.isabstract(kind)):
         raise ConfigError(f"another user's run was launched by {target}, which is no launcher.")
     if not issubclass(kind, BatchLauncher):

@@ -76,7 +76,7 @@ class StepShape:
         nodes = self.logical_ranks if self.dealing == "block" else Tree(self.logical_ranks, self.size).nodes
         return finished(reduce_ordered(rows, self.group, self.dealing, nodes=nodes))
 
-    def all_reduce(self, tensor: Tensor, largest: bool = False) -> Tensor:
+    def reduce_over_ranks(self, tensor: Tensor, largest: bool = False) -> Tensor:
         """Replace ``tensor``, integers of any shape, by their sum over processes, or by the ``largest``; return it."""
         if self.group is not None:
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
@@ -207,7 +207,7 @@ class _Equal(Combination):
     def finish(self) -> None:
         assert self._least is not None
         assert self._most is not None
-        most, inverse = self._shape.all_reduce(torch.cat([self._most, 255 - self._least]), largest=True).chunk(2)
+        most, inverse = self._shape.reduce_over_ranks(torch.cat([self._most, 255 - self._least]), largest=True).chunk(2)
         parts = zip(_parts(most, self._first), _parts(255 - inverse, self._first), self._slots, strict=True)
         for value, least, slot in parts:
             if not torch.equal(value, least):
@@ -267,7 +267,7 @@ class _Queue(Combination):
         counts = torch.zeros(self._shape.logical_ranks, dtype=torch.int64, device=self._first.device)
         for rank, rows in self._rows.items():
             counts[rank] = len(rows)
-        counts = self._shape.all_reduce(counts)
+        counts = self._shape.reduce_over_ranks(counts)
         ends = counts.cumsum(0).tolist()
         total, kept = ends[-1], min(ends[-1], self._length)  # the last rows replace earlier ones
         queue = self._first.movedim(self._dim, 0)
@@ -277,7 +277,7 @@ class _Queue(Combination):
             rows = rows[max(0, len(rows) - end) :] if end > 0 else rows[:0]
             rows_kd[end - len(rows) : end] = rows
         if kept:
-            self._shape.all_reduce(rows_kd.view(torch.uint8))
+            self._shape.reduce_over_ranks(rows_kd.view(torch.uint8))
             places = torch.arange(self._start + total - kept, self._start + total, device=queue.device) % self._length
             queue = queue.clone()
             queue[places] = rows_kd

@@ -51,11 +51,11 @@ class BufferSlot:
         return BufferSlot(self.module, self.rule.pointer, f"{prefix}{self.rule.pointer}", None)
 
     @property
-    def all(self) -> Sequence[BufferSlot]:
+    def slots(self) -> Sequence[BufferSlot]:
         """The places of all tensors that the rule changes."""
         return (self, self.pointer) if isinstance(self.rule, Concatenated) else (self,)
 
-    def replace(self, tensor: Tensor) -> None:
+    def set_tensor(self, tensor: Tensor) -> None:
         """Put ``tensor``, of any shape, into this place."""
         self.module._buffers[self.own] = tensor
 

@@ -144,7 +144,7 @@ def _counts(own: Sequence[Sequence[Tensor]], shape: StepShape, device: torch.dev
     for place, parts in enumerate(own):
         for index, part in enumerate(parts):
             counts_kr[index, shape.logical_rank(place)] = len(part)
-    return shape.all_reduce(counts_kr)
+    return shape.reduce_over_ranks(counts_kr)
 
 
 def _gathered(parts: Sequence[Tensor], rows: Sequence[slice], total: int, shape: StepShape) -> Tensor:
@@ -152,5 +152,5 @@ def _gathered(parts: Sequence[Tensor], rows: Sequence[slice], total: int, shape:
     gathered = parts[0].new_zeros(total, *parts[0].shape[1:])
     for part, place in zip(parts, rows, strict=True):
         gathered[place] = part
-    shape.all_reduce(gathered.view(-1).view(torch.uint8))
+    shape.reduce_over_ranks(gathered.view(-1).view(torch.uint8))
     return gathered

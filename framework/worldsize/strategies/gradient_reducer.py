@@ -187,7 +187,7 @@ class PresenceExchange:
         self._group, self._device = group, device
         self._sent: tuple[Work, Tensor] | None = None  # an exchange that this rank has not waited for
 
-    def any(self, present: Sequence[bool]) -> Sequence[bool]:
+    def present_anywhere(self, present: Sequence[bool]) -> Sequence[bool]:
         """Return whether any rank has each gradient, given whether this one has; all ranks must call it."""
         if self._sent is not None:
             wait(self._sent[0])

@@ -138,7 +138,7 @@ class MultiUpdateReplica(ModelReplica):
         """Remove the zeros that stand for gradients that no rank has."""
         present: Sequence[bool] = [index not in presence.absent for index in range(len(parameters))]
         if self._exchange is not None:
-            present = self._exchange.any(present)
+            present = self._exchange.present_anywhere(present)
         for parameter, is_present in zip(parameters, present, strict=True):
             if not is_present:
                 parameter.grad = None

@@ -162,7 +162,7 @@ class _Watched:
         """Restore the value at the start of the step, if it was kept, and count changes from here."""
         if self._first is not None:
             self._tensor.data.copy_(self._first)
-        self._slot.replace(self._tensor)
+        self._slot.set_tensor(self._tensor)
         self._version = self._tensor._version
 
     def check(self) -> None:
@@ -221,10 +221,10 @@ _Held = Sequence[tuple[BufferSlot, Tensor, Tensor]]  # places, the tensors there
 
 
 def _held(slots: Sequence[BufferSlot]) -> _Held:
-    return [(held, held.tensor, held.tensor.clone()) for slot in slots for held in slot.all]
+    return [(held, held.tensor, held.tensor.clone()) for slot in slots for held in slot.slots]
 
 
 def _restore(held: _Held) -> None:
     copy_grouped([(tensor, first) for _, tensor, first in held])
     for slot, tensor, _ in held:
-        slot.replace(tensor)
+        slot.set_tensor(tensor)

@@ -58,7 +58,7 @@ class UnitGradients:
         """Remove the gradients that no rank had, once those of the step are summed; all ranks must call it."""
         if self._exchange is None:
             return
-        present = self._exchange.any([each for unit in self._units for each in unit.present])
+        present = self._exchange.present_anywhere([each for unit in self._units for each in unit.present])
         if all(present):
             return
         parameters = [each for unit in self._units for each in unit.parameters]

@@ -45,7 +45,7 @@ class HealthFile:
         make_folder_of(self._path, run)
         self._lines = sum(1 for _ in complete_lines(self._path))
 
-    def append(self, row: HealthRow, alerts: Sequence[NodeAlert]) -> None:
+    def add_row(self, row: HealthRow, alerts: Sequence[NodeAlert]) -> None:
         """Append a line, and the alerts that it has raised to their own file."""
         if self._lines >= _LINES:
             self._thin()

@@ -145,7 +145,7 @@ class Sampler:
         now = self._read()
         row = health_row(self._before, now, host=self._host, time=time.time())
         self._before = now
-        self._file.append(row, self._alerts.judge(row))
+        self._file.add_row(row, self._alerts.judge(row))
 
     def _read(self) -> Counters:
         from worldsize.observe.health.counters import read_counters
