@@ -6,9 +6,44 @@ import importlib
 
 import pytest
 
-from worldsize.config.instantiate import Allowed, build
+from worldsize.config.instantiate import Allowed, build, bundled_targets, resolve_target
 from worldsize.core import Strategy
 from worldsize.moved import MOVED, current, rename_targets
+
+TARGETS = (  # of the YAML files before modules moved, but for a few that keep their names
+    "worldsize.checkpoints.retention.Retention",
+    "worldsize.config.objective.ObjectiveCheck",
+    "worldsize.data.mixture.mixture",
+    "worldsize.data.sources.arrow.Arrow",
+    "worldsize.data.sources.documents.DocumentWindows",
+    "worldsize.data.sources.documents.PackedDocuments",
+    "worldsize.data.sources.hf_datasets.HfDataset",
+    "worldsize.data.sources.images.ImageFolder",
+    "worldsize.data.sources.json_lines.JsonLines",
+    "worldsize.data.sources.parquet.Parquet",
+    "worldsize.data.sources.tokens.TokenWindows",
+    "worldsize.data.sources.webdataset.WebDataset",
+    "worldsize.data.storage.cache.Cache",
+    "worldsize.engine.chained.chained",
+    "worldsize.engine.schedules.warmup_cosine",
+    "worldsize.engine.schedules.warmup_inverse_sqrt",
+    "worldsize.engine.schedules.warmup_linear",
+    "worldsize.engine.schedules.warmup_stable_decay",
+    "worldsize.launch.autoscale_policies.FileAutoscaler",
+    "worldsize.launch.autoscale_policies.ScheduleAutoscaler",
+    "worldsize.launch.kubernetes.Kubernetes",
+    "worldsize.launch.skypilot.SkyPilot",
+    "worldsize.launch.slurm.Slurm",
+    "worldsize.launch.ssh.Ssh",
+    "worldsize.launch.torchrun.Torchrun",
+    "worldsize.observe.wandb.WandbListener",
+    "worldsize.optimizers.eight_bit.adamw_8bit",
+    "worldsize.optimizers.muon.muon",
+    "worldsize.optimizers.schedule_free.adamw_schedule_free",
+    "worldsize.reproducibility.determinism.Determinism",
+    "worldsize.strategies.parameter_server.hybrid.HybridParameterServer",
+    "worldsize.strategies.parameter_server.strategy.ParameterServer",
+)
 
 
 @pytest.mark.parametrize("path", MOVED)
@@ -23,6 +58,17 @@ def test_looking_through_the_loaded_modules_warns_of_nothing() -> None:
     before = importlib.import_module("worldsize.engine")
     assert not hasattr(before, "__file__")
     assert not hasattr(before, "__path__")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_that_a_record_may_name_is_one_of_the_bundled_ones(target: str) -> None:
+    assert current(target) in bundled_targets()
+    assert callable(resolve_target(current(target), Allowed(), "key"))
+
+
+def test_a_name_of_any_length_is_read_and_prefixes_are_renamed_with_their_targets() -> None:
+    assert current("worldsize." + "a." * 10_000) == "worldsize." + "a." * 10_000
+    assert Allowed(("worldsize.engine.faults",)).admits("worldsize.engine.faults.inject")
 
 
 def test_targets_of_a_record_are_renamed_at_every_depth() -> None:

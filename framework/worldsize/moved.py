@@ -6,6 +6,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +27,9 @@ MOVED: Mapping[str, str] = {  # the name that a module has now, by the one that 
     "worldsize.data.sources.hf_datasets": "worldsize.data.sources.arrow",
     "worldsize.data.sources.parquet": "worldsize.data.sources.arrow",
     "worldsize.engine": "worldsize.train",
+    "worldsize.engine.chained": "worldsize.train.schedules",
     "worldsize.engine.faults": "worldsize.train.faults",
+    "worldsize.engine.schedules": "worldsize.train.schedules",
     "worldsize.launch.autoscale_policies": "worldsize.launch.autoscale",
     "worldsize.metrics.concatenated": "worldsize.metrics",
     "worldsize.metrics.torchmetrics": "worldsize.metrics",
@@ -63,10 +66,12 @@ MOVED: Mapping[str, str] = {  # the name that a module has now, by the one that 
 
 def current(path: str) -> str:
     """Return the name that ``path``, of a module or of something in one, has now."""
-    module, dot, name = path.rpartition(".")
-    if path in MOVED:
-        return MOVED[path]
-    return f"{current(module)}{dot}{name}" if module else path
+    module = path
+    while module.startswith("worldsize."):
+        if module in MOVED:
+            return MOVED[module] + path.removeprefix(module)
+        module = module.rpartition(".")[0]
+    return path
 
 
 def rename_targets(node: Any) -> None:
@@ -80,7 +85,14 @@ def rename_targets(node: Any) -> None:
 
 
 class _Moved(ModuleType):
-    """Stands where a module was, and gives the names of the one that has its contents now."""
+    """Stands where a module was, and gives the names of the one that has its contents now.
+
+    ``from worldsize.engine.faults import NAME`` works, as do ``import ... as`` and ``importlib.import_module``.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.__spec__ = ModuleSpec(path, loader=None)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked by whoever looks through sys.modules

@@ -31,6 +31,8 @@ from worldsize.net.frames import (
 from worldsize.net.registry import Dialer
 from worldsize.strict_json import parse
 
+T = TypeVar("T")
+
 
 class Operation(IntEnum):
     """Requests and answers. Messages are JSON; each request gets one answer unless noted otherwise."""
@@ -121,7 +123,6 @@ def receive_tree(channel: Channel) -> Any:
     return join(described["values"], tensors)
 
 
-T = TypeVar("T")
 Frame = tuple[Header, Sequence[memoryview]]
 
 

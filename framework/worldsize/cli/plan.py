@@ -42,7 +42,7 @@ from worldsize.plan.advice import (
     time_text,
     unfit,
 )
-from worldsize.plan.curve import Curve, sizes_in
+from worldsize.plan.curve import Curve, PayloadSweep, sizes_in
 from worldsize.plan.earlier_runs import earlier_runs, measured_restart, measured_save, newest_like
 from worldsize.plan.rank_table import rank_table
 from worldsize.record.redaction import redacted_arguments
@@ -243,8 +243,6 @@ def _curve(
 
 def _payload(predictor: Predictor, options: argparse.Namespace, names: Sequence[str]) -> int:
     """Print the efficiency of each strategy by the bytes of its parameters, and where it falls to the wanted share."""
-    from worldsize.plan.curve import PayloadSweep
-
     if options.compute is None or options.model_size is not None:
         raise ConfigError(
             "--payload varies the parameters beside a computation that stays. Add --compute, e.g. --compute 250ms, and "

@@ -22,6 +22,8 @@ from worldsize.collectives.step_timer import started, wait
 from worldsize.core import World
 from worldsize.devices import on_device
 
+Key = TypeVar("Key", bound=tuple[Any, ...])
+
 Sums = Mapping[str, tuple[Tensor, Tensor]]
 _BITS, _MASK = 32, 2**32 - 1  # of a limb to which nothing has been added yet
 _LIMBS = 66  # enough for the largest float64 in units of the smallest
@@ -73,9 +75,6 @@ def start_all_gather(part: Tensor, world: World) -> Callable[[], Tensor]:
         return parts.cpu()
 
     return result
-
-
-Key = TypeVar("Key", bound=tuple[Any, ...])
 
 
 def gather_tensors(parts: Mapping[Key, Tensor], world: World) -> dict[Key, Tensor]:

@@ -9,7 +9,7 @@ Nothing in PyTorch is patched. Where PyTorch itself waits, its hooks mark the wa
 ============================== =====================================================================================
 DistributedDataParallel        :func:`backward` for the gradients, :func:`time_buffers` for the buffers
 ``fully_shard``                :mod:`worldsize.collectives.timed_sharding`
-tensor parallelism, pipelines  :mod:`worldsize.strategies.mesh.timing`
+tensor parallelism, pipelines  :mod:`worldsize.strategies.mesh.stage`
 ============================== =====================================================================================
 
 A wait without any of these counts as the phase in which it happens. docs/observing.md lists what is not separated.

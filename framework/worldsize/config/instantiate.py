@@ -42,6 +42,9 @@ class Allowed:
 
     prefixes: tuple[str, ...] = ALLOWED
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefixes", tuple(map(current, self.prefixes)))
+
     def admits(self, path: str) -> bool:
         """Return whether ``path`` may be imported; what it names must then pass :meth:`admits_object`."""
         path = current(path)

@@ -21,6 +21,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from worldsize.core import Batch, ConfigError, MicroBatch, Recipe
 from worldsize.devices import on_device
 
+Host = TypeVar("Host")
+Copied = TypeVar("Copied")
+
 Collate = Callable[[list[Any]], Batch]
 
 
@@ -163,10 +166,6 @@ def _takes_non_blocking(kind: type) -> bool:
 def pinned(own: Any) -> Any:
     """Return an object of its own type in page-locked memory if it has a method for that, else as it is."""
     return own.pin_memory() if callable(getattr(own, "pin_memory", None)) else own
-
-
-Host = TypeVar("Host")
-Copied = TypeVar("Copied")
 
 
 def copied_ahead(steps: Iterable[Host], begin: Callable[[Host], Callable[[], Copied]]) -> Iterator[Copied]:

@@ -276,7 +276,7 @@ def _determinism(settings: Settings) -> dict[str, Any]:
     cluster = settings.cluster
     return {
         "seed": settings.training.seed,
-        "streams": determinism.__doc__,
+        "streams": determinism.STREAMS,
         "logical_ranks": settings.logical_ranks,
         "order": ORDER,
         "threads_per_process": cluster.threads or threads_per_process(cluster.processes_per_node),

@@ -25,6 +25,9 @@ from worldsize.core import Outcome
 from worldsize.net.credentials import RunKey
 from worldsize.net.handshake import LENGTH, Admitted, Message, MessageSeal, Turn, admit
 
+_logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
 _SECONDS = 10.0  # seconds for a handshake and the facts of a host together
 _AT_ONCE = 256  # most pending connections, if two per node are not more; a new one replaces the oldest
 _PAUSE = 0.1  # seconds to wait if a connection cannot be accepted, such as without free file descriptors
@@ -276,8 +279,6 @@ def _receive_some(connection: socket.socket, at_most: int, deadline: float) -> b
     return data
 
 
-_logger = logging.getLogger(__name__)
-
 _LOGGED = 100
 
 
@@ -300,9 +301,6 @@ class RefusalLog:
             count = self.count
         if count <= _LOGGED or count % _LOGGED == 0:  # a flood of them must not fill the disk
             _logger.info("refused %s: %s (%d so far)", who, why, count)
-
-
-T = TypeVar("T")
 
 
 @final

@@ -161,10 +161,8 @@ def median_of_others(values: Figures) -> Figures:
     return np.asarray((middle[0] + middle[1]) / 2)
 
 
-_WINDOWS, _WINDOW_SECONDS = (
-    3,
-    0.5,
-)  # number of windows in the median, and their seconds; a window has at least one logged step
+_WINDOWS = 3  # in the median
+_WINDOW_SECONDS = 0.5  # a window has at least one logged step
 _SHARE = 0.5  # share of a step waiting for communication that triggers the first measurement
 _WORSE = 1.5  # multiple of the usual wait that triggers another one
 _LEAST_WAIT = 0.1  # minimal share of a step for another one

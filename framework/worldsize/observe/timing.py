@@ -21,6 +21,8 @@ from worldsize.record.metrics import is_timing
 from worldsize.record.run_directory import RunDirectory, make_folder_of
 from worldsize.strict_json import strict
 
+T = TypeVar("T")
+
 
 @final
 class Timing:
@@ -109,7 +111,6 @@ class UnitTimes:
         self._data = self._compute = self._update = 0.0
 
 
-T = TypeVar("T")
 _MOST_ALLOCATIONS = 100_000  # the latest ones, in a snapshot of some tens of MB
 
 

@@ -29,6 +29,8 @@ from worldsize.world.environments import Placement
 from worldsize.world.processes import ready_to_fork
 from worldsize.world.world import world_of
 
+T = TypeVar("T")
+
 _SECONDS = 0.25  # of steps, at least
 
 
@@ -103,8 +105,6 @@ def check_alone(settings: Settings) -> None:
             "strategy.pipeline=1 to try the other axes."
         )
 
-
-T = TypeVar("T")
 
 _TIMEOUT = 600  # seconds to wait for the others
 _WARM_UP, _TURNS = 2, 11

@@ -2,11 +2,6 @@
 
 A reproducibility mode pins torch's flags, library variables and thread counts. Every random number is derived from
 (seed, purpose, indices), independent of the process. Equal digests (SHA-256) mean equal bits.
-
-Purposes in use: ``init`` (model initialisation, the same on every rank), ``optimizer`` (draws of an optimizer when it
-is made), ``order`` (epoch), ``data`` (step, logical rank; augmentation and data workers; without both, draws of the
-recipe while it makes its data), ``pass`` (number, reader; draws of a stream when it begins), ``step`` (step, logical
-rank; dropout), ``sparse`` (step, bucket; which gradients are sent) and ``evaluation/SPLIT`` (step; then batch).
 """
 
 from __future__ import annotations
@@ -24,6 +19,14 @@ from torch import Tensor
 
 from worldsize.core import Range, Reduction
 from worldsize.devices import is_accelerator
+
+STREAMS = """Derives every random number of a run from (seed, purpose, indices), independent of the process.
+
+Purposes in use: ``init`` (model initialisation, the same on every rank), ``optimizer`` (what an optimizer draws when it
+is made), ``order`` (epoch), ``data`` (step, logical rank; augmentation and data workers; without both, what the recipe
+draws while it makes its data), ``pass`` (number, reader; what a stream draws when it begins), ``step`` (step, logical
+rank; dropout), ``sparse`` (step, bucket; which gradients are sent) and ``evaluation/SPLIT`` (step; then batch).
+"""
 
 # cuBLAS picks a workspace, and with it a reduction order, at run time unless this is set (CUDA docs,
 # "Results reproducibility"); NVLS all-reduce is not deterministic between calls (nccl #1497).

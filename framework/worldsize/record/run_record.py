@@ -1,7 +1,7 @@
 """The record of a run in its folder, written only by the process that holds its lock.
 
-Only this module reads and writes ``run_manifest.json``, ``overrides.yaml`` and ``result.json``, and writes
-``config.yaml``, which :mod:`worldsize.config.recorded` reads.
+Only this module reads and writes ``overrides.yaml`` and ``result.json``, and with :mod:`worldsize.record.manifest`
+``run_manifest.json``; it writes ``config.yaml``, which :mod:`worldsize.config.recorded` reads.
 """
 
 from __future__ import annotations

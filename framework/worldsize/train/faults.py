@@ -45,6 +45,8 @@ from torch import Tensor
 from worldsize.core.limits import GRACE, Range, check_limits
 from worldsize.errors import ConfigError, neighbours
 
+T = TypeVar("T")
+
 _BLOCKS = 64  # blocks of each kind in a perturbation
 _LARGEST = 4096  # numbers in a block, few enough for the allocator to reuse it rather than return it to the system
 
@@ -71,7 +73,6 @@ class Heap:
         return 2 * self._random.randrange(_LARGEST // 2) + 1
 
 
-T = TypeVar("T")
 PERTURB = "perturb"
 POINTS = (
     *("checkpoint:begin", "checkpoint:in-shard", "checkpoint:after-shard", "checkpoint:after-shards"),

@@ -19,6 +19,8 @@ import psutil
 
 from worldsize.world.processes import RANK_NAME
 
+_logger = logging.getLogger(__name__)
+
 _INFINIBAND = Path("/sys/class/infiniband")
 # interfaces whose packets pass another one or an adapter that counts them, too, or none
 _NOT_REAL = re.compile(
@@ -153,8 +155,6 @@ def _tree(root: int) -> list[Any]:
         return [each for each in (first, *first.children(recursive=True)) if each.pid != os.getpid()]
     return []
 
-
-_logger = logging.getLogger(__name__)
 
 # bits of nvmlDeviceGetCurrentClocksEventReasons that slow a GPU down although it has work; a cap of its power
 # (0x04) is how most GPUs run under load
