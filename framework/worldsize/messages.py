@@ -1,4 +1,4 @@
-"""Messages to the user on standard error: log records of worldsize's modules, a line each; refusals; questions.
+"""Messages to the user on standard error: what worldsize, plugins and recipes log; refusals; questions.
 
 Also formats values for people: durations, sizes, and lists of ranks. Imports nothing heavy.
 """
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CONFIG_ERROR = 2  # exit code of what cannot run as it is configured
 FIRST_LOST = 76  # exit code of a host's agent that has lost the first host
+LOGGERS = ("worldsize", "plugins", "recipes")  # whose records are shown
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, with which other programs end then
 
 
@@ -81,7 +82,7 @@ def size(count: float) -> str:
 
 
 def show_messages() -> None:
-    """Show what worldsize's modules log; called once by each program, and inherited by what it forks.
+    """Show what modules of worldsize, plugins and recipes log; called once by each program, and inherited by its forks.
 
     Characters that the terminal's encoding lacks are escaped.
     """
@@ -89,11 +90,12 @@ def show_messages() -> None:
         if isinstance(stream, io.TextIOWrapper):
             with suppress(OSError):  # it flushes, perhaps to a full disk
                 stream.reconfigure(errors="backslashreplace")
-    logger, handler = logging.getLogger("worldsize"), _StandardError()
+    handler = _StandardError()
     handler.setFormatter(_Line())
-    logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False  # a configured root logger would show every message a second time
+    for logger in map(logging.getLogger, LOGGERS):
+        logger.handlers = [handler]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False  # a configured root logger would show every message a second time
 
 
 def refuse(error: WorldsizeError) -> int:

@@ -28,6 +28,7 @@ from worldsize.config.schema import Schema
 from worldsize.core import ConfigError, FolderName, Limit, OneOf, Range
 from worldsize.core.launcher import OF_CLUSTER
 from worldsize.core.limits import check_limits
+from worldsize.messages import LOGGERS
 
 Option = tuple[tuple[str, ...], str, Any]  # what else is typed, the key, and its annotation
 RUN, PLACE = "RUN", "PLACE"  # stand for a run's folder and for a path that is none
@@ -241,11 +242,12 @@ def nothing_starts(folder: Path) -> Iterator[None]:
     def leave(code: int) -> NoReturn:
         raise SystemExit(code)
 
-    logger = logging.getLogger("worldsize")
-    kept = logger.handlers, logger.level, logger.propagate
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.chdir(folder)
+        for logger in map(logging.getLogger, LOGGERS):
+            for name in ("handlers", "level", "propagate"):
+                patch.setattr(logger, name, getattr(logger, name))
         patch.setattr(sys, "path", [*sys.path])
         for name in ("HYDRA_FULL_ERROR", "WORLDSIZE_PLUGINS"):
             patch.setenv(name, os.environ.get(name, ""))
@@ -255,7 +257,6 @@ def nothing_starts(folder: Path) -> Iterator[None]:
         patch.setattr(os, "fork", stop)
         patch.setattr(subprocess, "Popen", stop)
         yield
-    logger.handlers, logger.level, logger.propagate = kept
 
 
 def called(words: Sequence[str], folder: Path) -> tuple[int, str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -163,16 +163,14 @@ def test_the_stream_of_the_documentation_resumes(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def logged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log to standard error, also in processes that are forked."""
-    from worldsize.messages import show_messages
+    from worldsize.messages import LOGGERS, show_messages
 
-    logger = logging.getLogger("worldsize")
-    handlers, level, propagate = logger.handlers, logger.level, logger.propagate
+    for logger in map(logging.getLogger, LOGGERS):
+        for name in ("handlers", "level", "propagate"):
+            monkeypatch.setattr(logger, name, getattr(logger, name))
     show_messages()
-    yield
-    logger.handlers, logger.propagate = handlers, propagate
-    logger.setLevel(level)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ _LEAST = 14  # least number of characters of a message that are fixed in the cod
 
 
 def texts() -> Iterator[list[str]]:
-    """Yield every string of the framework, split where values are filled in."""
-    for path in (REPOSITORY / "framework").rglob("*.py"):
+    """Yield every string of the framework and of plugins, split where values are filled in."""
+    for path in (path for folder in ("framework", "plugins") for path in (REPOSITORY / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 filled = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]

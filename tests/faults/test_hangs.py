@@ -39,7 +39,7 @@ def test_the_error_and_the_report_of_a_hang_name_ranks_collectives_and_stacks(tr
     first, second = (told[places[name] :] for name in ("worker_00000", "worker_00001"))
     assert "waits in gloo:all" in first[0]
     assert "waits in no collective; it began gloo:" in second[0]
-    assert any("interruption.py" in line for line in first[1:5])
+    assert any("peer_waits.py" in line for line in first[1:5])
     assert any("faults.py" in line for line in second[1:5])
     (counts,) = re.findall(r"collectives of group 0: (\d+) begun, (\d+) completed by worker_00000; (.*)", run.error)
     began, completed = map(int, counts[:2])  # one more may not be marked as completed yet

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from tests.observe.run_folders import attempt, write_run
 from worldsize.cli.watch import watch
 from worldsize.errors import WorldsizeError
-from worldsize.messages import refuse, show_messages
+from worldsize.messages import LOGGERS, refuse, show_messages
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import comparison_table, show_summary
 from worldsize.observe.watch import Watched, screen
@@ -86,8 +86,9 @@ def test_a_refusal_and_a_logged_line_are_escaped_line_by_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logger = logging.getLogger("worldsize")
-    for name in ("handlers", "level", "propagate"):
-        monkeypatch.setattr(logger, name, getattr(logger, name))
+    for each in map(logging.getLogger, LOGGERS):
+        for name in ("handlers", "level", "propagate"):
+            monkeypatch.setattr(each, name, getattr(each, name))
     show_messages()
     refuse(WorldsizeError("one\x1b[2J\ntwo"))
     logger.warning("%s", "three\x1b[2J\nfour")

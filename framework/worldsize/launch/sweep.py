@@ -31,7 +31,7 @@ from worldsize.config.objective import (
 from worldsize.core import metric_key, split_of
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.side_by_side import SideBySide
-from worldsize.messages import last_error, printable, refuse, show_messages
+from worldsize.messages import LOGGERS, last_error, printable, refuse, show_messages
 from worldsize.record.redaction import redacted_arguments
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import look, read_result
@@ -84,16 +84,17 @@ def call_sweep(
 def _check_all(check: Callable[[DictConfig], object], arguments: Sequence[str]) -> None:
     """Raise ConfigError if a run of the sweep is refused, or would have the folder of another one."""
     refused, numbers = [], dict[str, int]()
-    logger = logging.getLogger("worldsize")
-    level = logger.level
+    levels = {logger: logger.level for logger in map(logging.getLogger, LOGGERS)}
     for number, cfg in enumerate(sweep_points(arguments), start=1):
-        logger.setLevel(logging.ERROR)  # the runs show their messages themselves
+        for logger in levels:
+            logger.setLevel(logging.ERROR)  # the runs show their messages themselves
         try:
             check(cfg)
         except WorldsizeError as error:
             refused.append(f"run {number} of the sweep is refused: {error}")
         finally:
-            logger.setLevel(level)
+            for logger, level in levels.items():
+                logger.setLevel(level)
         if cfg.run.name is None or cfg.launch == "show":
             continue
         folder = f"{cfg.run.root}/{choices()['recipe']}/{cfg.run.name}"
