@@ -44,12 +44,11 @@ from worldsize.core import (
 )
 from worldsize.core.limits import SECONDS
 from worldsize.net.registry import Dialer
-from worldsize.strategies.ddp import replicated
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer, clip_factor
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.reducers import gradient_reducer
 from worldsize.strategies.step_hooks import recipe_hooks, refuse_hooks_on
-from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.synchronous import SynchronousReplica, replicated
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.wrapping import sparse_embeddings
 

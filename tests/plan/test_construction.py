@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 from plugins.parameter_server.strategy import ParameterServer
 from recipes.digits.recipe import Digits
 from recipes.stdlib_lm.recipe import StdlibLM
-from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Strategy, TensorStyle
+from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Reduction, Strategy, TensorStyle
 from worldsize.plan.construction import check_construction
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -191,6 +191,20 @@ def test_an_optimizer_that_needs_gradients_is_left_to_the_run() -> None:
 
 def embedding() -> nn.Module:
     return nn.Sequential(nn.Embedding(4, 2, sparse=True))
+
+
+@pytest.mark.parametrize("strategy", [DDP, ZeRO])
+@pytest.mark.parametrize("reduce", ["ordered", "hierarchical"])
+def test_sparse_gradients_are_refused_where_dense_buckets_are_summed(strategy: Any, reduce: Reduction) -> None:
+    recipe, laptop = Made(make=embedding), Cluster("laptop", 2, 2, "cpu", "gloo")
+    with pytest.raises(ConfigError, match=f"0 has sparse=True, and strategy.reduce={reduce} sums no sparse gradients"):
+        check_construction(recipe, strategy(reduce=reduce), cluster=laptop)
+    check_construction(recipe, strategy(reduce=reduce), cluster=replace(laptop, nodes=1, processes=1))
+
+
+def test_sparse_gradients_are_refused_where_they_would_be_compressed() -> None:
+    with pytest.raises(ConfigError, match=r"0 has sparse=True, and strategy\.compress=int8 takes no sparse gradients"):
+        check_construction(Made(make=embedding), DDP(compress="int8"))
 
 
 @pytest.mark.parametrize("strategy", [DDP(), ZeRO()])

@@ -17,12 +17,12 @@ from tests.support.interruption import end_gang_soon
 from worldsize.collectives.gather_full import whole
 from worldsize.collectives.peer_waits import INTERRUPTION
 from worldsize.core import Loss, MicroBatch, Reduction, RunContext, StepResult, World
-from worldsize.strategies.ddp import DDP, replicated
+from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.loss_scaling import weight_factor
 from worldsize.strategies.reducers import interruptible_reducer
-from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.synchronous import SynchronousReplica, replicated
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 from worldsize.train.training_metrics import TrainingMetrics, by_logical_rank

@@ -122,7 +122,7 @@ def _failure(
                     "float16 can hold. Set precision=bf16."
                 )
             if cluster is not None and strategy.sums_sparse_gradients:
-                refuse_sparse_sums(model, cluster)
+                refuse_sparse_sums(model, cluster, strategy.reduce)
             check_passes(recipe, model, numerics, serves_rows=strategy.serves_rows)
             parts = [*_parts(train_state_of(recipe, model))]
             check_metric([schedule for _, schedule in parts if schedule is not None], strategy, metric)

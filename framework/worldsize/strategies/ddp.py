@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, final, get_args
+from typing import Annotated, Literal, final, get_args
 
-import torch
 from torch import nn
-from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from worldsize.collectives.per_rank import make_equal
-from worldsize.collectives.step_timer import time_buffers
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -28,7 +24,6 @@ from worldsize.core import (
     RunContext,
     Strategy,
     Workload,
-    World,
 )
 from worldsize.core.limits import MEBIBYTES
 from worldsize.strategies.gradient_reducer import GradientReducer
@@ -43,9 +38,9 @@ from worldsize.strategies.reducers import (
     interruptible_reducer,
 )
 from worldsize.strategies.step_cost import ddp_cost, gathering
-from worldsize.strategies.synchronous import CallingRoot, SynchronousReplica
+from worldsize.strategies.synchronous import SynchronousReplica, replicated
 from worldsize.strategies.train_state import TrainState
-from worldsize.strategies.wrapping import refuse_complex
+from worldsize.strategies.wrapping import refuse_complex, sparse_embeddings
 from worldsize.world.roles import whole_blocks
 
 OnFailure = Literal["restart", "heal"]
@@ -145,6 +140,11 @@ class DDP(Strategy):
             refuse_unsent(recipe, model, optimizer)
         if self.compress != "none":
             refuse_complex(model, because=f"strategy.compress={self.compress} compresses real numbers")
+            for name in sparse_embeddings(model):
+                raise ConfigError(
+                    f"{name} has sparse=True, and strategy.compress={self.compress} takes no sparse gradients. Set "
+                    "sparse=False, or strategy.compress=none."
+                )
         scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
         if self.compress == "powersgd" and scalars:
             raise ConfigError(
@@ -207,34 +207,3 @@ def worker_roles(cluster: Cluster, on_failure: OnFailure, block: int = 1, togeth
         least = cluster.min_processes if block == 1 else whole_blocks(cluster.min_processes, block)
         return {"worker": Role(cluster.processes, restart="heal", min_processes=least, block=block, together=together)}
     return {"worker": Role(processes=cluster.processes)}
-
-
-def replicated(
-    model: nn.Module, world: World, *, interruptible: bool = False, **options: Any
-) -> DistributedDataParallel:
-    """Wrap ``model`` so that its gradients are averaged over ``world.group`` during backward.
-
-    The wrapper's forward pass calls a function of no arguments, such as the loss of a micro-batch. So the function may
-    use any part of the model, and any parameter.
-
-    ``interruptible``: the waits for its first weights end when the gang does; DDP's own do not.
-    """
-    devices = [world.device] if world.device.type == "cuda" else None
-    root = CallingRoot(model)
-    sparse = [name for name, buffer in root.named_buffers() if buffer.layout is not torch.strided]
-    # they cannot be broadcast, and the recipe makes them equal on all ranks
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, sparse)  # type: ignore[no-untyped-call]
-    if interruptible:
-        assert world.group is not None
-        _verify_param_shape_across_processes(world.group, [each for each in model.parameters() if each.requires_grad])
-        make_equal(model, world.group)
-    module = DistributedDataParallel(
-        root,
-        device_ids=devices,
-        process_group=world.group,
-        gradient_as_bucket_view=True,
-        init_sync=not interruptible,
-        **options,
-    )
-    time_buffers(module)
-    return module

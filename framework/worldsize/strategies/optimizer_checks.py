@@ -230,14 +230,21 @@ def check_sparse_steps(model: nn.Module, optimizer: Optimizer) -> None:
             _check_group(optimizer, group, name)
 
 
-def refuse_sparse_sums(model: nn.Module, cluster: Cluster) -> None:
-    """Raise ConfigError if ``model`` has sparse gradients, and processes of ``cluster`` would sum them by NCCL."""
-    if cluster.processes > 1 and backend_for(cluster.backend, cluster.device) == "nccl":
-        for name in sparse_embeddings(model):
-            raise ConfigError(
-                f"{name} has sparse=True, and NCCL sums no sparse gradients. Set sparse=False, cluster.backend=gloo, "
-                "or a strategy whose servers keep rows, such as parameter_server."
-            )
+def refuse_sparse_sums(model: nn.Module, cluster: Cluster, reduce: Reduction) -> None:
+    """Raise ConfigError if ``model`` has sparse gradients that the processes of ``cluster`` cannot sum.
+
+    NCCL sums none, and other sums than torch's flat all-reduce read the numbers of dense buckets.
+    """
+    if cluster.processes == 1:
+        return
+    is_nccl = backend_for(cluster.backend, cluster.device) == "nccl"
+    for name in sparse_embeddings(model) if is_nccl or reduce != "flat" else ():
+        who = "NCCL" if is_nccl else f"strategy.reduce={reduce}"
+        other = "cluster.backend=gloo" if is_nccl else "strategy.reduce=flat with reproducibility=deterministic"
+        raise ConfigError(
+            f"{name} has sparse=True, and {who} sums no sparse gradients. Set sparse=False, {other}, or a strategy "
+            "whose servers keep rows, such as parameter_server."
+        )
 
 
 def _check_group(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> None:

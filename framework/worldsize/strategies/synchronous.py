@@ -12,9 +12,13 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.utils import _verify_param_shape_across_processes
+from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.step_timer import backward, phase
+from worldsize.collectives.per_rank import make_equal
+from worldsize.collectives.step_timer import backward, phase, time_buffers
 from worldsize.core import (
     FeatureRecipe,
     MicroBatch,
@@ -23,6 +27,7 @@ from worldsize.core import (
     Reduction,
     RunContext,
     StepResult,
+    World,
     saves_state,
 )
 from worldsize.record.determinism import seed_generators
@@ -167,6 +172,37 @@ class CallingRoot(nn.Module):
     def forward(self, action: _Action) -> Any:
         """Call ``action``, which computes with the model or parts of it."""
         return action() if self._call is None else self._call(action)
+
+
+def replicated(
+    model: nn.Module, world: World, *, interruptible: bool = False, **options: Any
+) -> DistributedDataParallel:
+    """Wrap ``model`` so that its gradients are averaged over ``world.group`` during backward.
+
+    The wrapper's forward pass calls a function of no arguments, such as the loss of a micro-batch. So the function may
+    use any part of the model, and any parameter.
+
+    ``interruptible``: the waits for its first weights end when the gang does; DDP's own do not.
+    """
+    devices = [world.device] if world.device.type == "cuda" else None
+    root = CallingRoot(model)
+    sparse = [name for name, buffer in root.named_buffers() if buffer.layout is not torch.strided]
+    # they cannot be broadcast, and the recipe makes them equal on all ranks
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, sparse)  # type: ignore[no-untyped-call]
+    if interruptible:
+        assert world.group is not None
+        _verify_param_shape_across_processes(world.group, [each for each in model.parameters() if each.requires_grad])
+        make_equal(model, world.group)
+    module = DistributedDataParallel(
+        root,
+        device_ids=devices,
+        process_group=world.group,
+        gradient_as_bucket_view=True,
+        init_sync=not interruptible,
+        **options,
+    )
+    time_buffers(module)
+    return module
 
 
 @final

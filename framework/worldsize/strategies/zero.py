@@ -34,7 +34,7 @@ from worldsize.core import (
 )
 from worldsize.core.limits import MEBIBYTES
 from worldsize.optimizers.groups import all_parameters
-from worldsize.strategies.ddp import OnFailure, replicated, worker_roles
+from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.multi_train_state import MultiTrainState, optimizers_of
 from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
 from worldsize.strategies.optimizer_checks import (
@@ -46,7 +46,7 @@ from worldsize.strategies.reducers import gradient_reducer, interruptible_reduce
 from worldsize.strategies.schedules import Schedule
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state, multi_meta_states
 from worldsize.strategies.step_hooks import enclose_steps
-from worldsize.strategies.synchronous import SynchronousReplica, alone
+from worldsize.strategies.synchronous import SynchronousReplica, alone, replicated
 from worldsize.strategies.train_state import TrainState, optimizer_of
 
 
