@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import io
-import logging
 import os
 import subprocess
 import sys
@@ -22,13 +21,13 @@ from omegaconf import OmegaConf
 
 from tests.config.golden import REPOSITORY
 from tests.observe.run_folders import attempt, write_run
+from tests.support.loggers import keep_loggers
 from worldsize import cli
 from worldsize.config.instantiate import Allowed, resolve_target
 from worldsize.config.schema import Schema
 from worldsize.core import ConfigError, FolderName, Limit, OneOf, Range
 from worldsize.core.launcher import OF_CLUSTER
 from worldsize.core.limits import check_limits
-from worldsize.messages import LOGGERS
 
 Option = tuple[tuple[str, ...], str, Any]  # what else is typed, the key, and its annotation
 RUN, PLACE = "RUN", "PLACE"  # stand for a run's folder and for a path that is none
@@ -245,9 +244,7 @@ def nothing_starts(folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.chdir(folder)
-        for logger in map(logging.getLogger, LOGGERS):
-            for name in ("handlers", "level", "propagate"):
-                patch.setattr(logger, name, getattr(logger, name))
+        keep_loggers(patch)
         patch.setattr(sys, "path", [*sys.path])
         for name in ("HYDRA_FULL_ERROR", "WORLDSIZE_PLUGINS"):
             patch.setenv(name, os.environ.get(name, ""))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.data.foreign import DIVIDED, SAMPLES, STATEFUL, WHOLE, Plain, Sharded, loader, row, table
+from tests.support.loggers import keep_loggers
 from tests.support.own_recipe import write_recipe
 from worldsize.checkpoint.format import Checkpoint, Retention, read
 from worldsize.checkpoint.save import Saver
@@ -165,11 +166,9 @@ def test_the_stream_of_the_documentation_resumes(tmp_path: Path) -> None:
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log to standard error, also in processes that are forked."""
-    from worldsize.messages import LOGGERS, show_messages
+    from worldsize.messages import show_messages
 
-    for logger in map(logging.getLogger, LOGGERS):
-        for name in ("handlers", "level", "propagate"):
-            monkeypatch.setattr(logger, name, getattr(logger, name))
+    keep_loggers(monkeypatch)
     show_messages()
 
 

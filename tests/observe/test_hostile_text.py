@@ -13,9 +13,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from tests.observe.run_folders import attempt, write_run
+from tests.support.loggers import keep_loggers
 from worldsize.cli.watch import watch
 from worldsize.errors import WorldsizeError
-from worldsize.messages import LOGGERS, refuse, show_messages
+from worldsize.messages import refuse, show_messages
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import comparison_table, show_summary
 from worldsize.observe.watch import Watched, screen
@@ -86,9 +87,7 @@ def test_a_refusal_and_a_logged_line_are_escaped_line_by_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logger = logging.getLogger("worldsize")
-    for each in map(logging.getLogger, LOGGERS):
-        for name in ("handlers", "level", "propagate"):
-            monkeypatch.setattr(each, name, getattr(each, name))
+    keep_loggers(monkeypatch)
     show_messages()
     refuse(WorldsizeError("one\x1b[2J\ntwo"))
     logger.warning("%s", "three\x1b[2J\nfour")
