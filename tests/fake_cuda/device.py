@@ -188,7 +188,7 @@ def _attention(
 
 
 def _distributed() -> Sequence[Patch]:
-    import worldsize.strategies.ddp as own
+    import worldsize.strategies.synchronous as own
     from worldsize.collectives import staged
 
     wrapped: Any = DistributedDataParallel._ddp_init_helper
