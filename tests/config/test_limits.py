@@ -122,7 +122,8 @@ def test_a_time_limit_is_one_of_slurms(time: str | int | None) -> None:
 
 def test_a_fault_is_planted_at_a_point_that_exists() -> None:
     framework = Path(faults.__file__).parents[1]
-    source = "\n".join(path.read_text() for path in framework.rglob("*.py"))
+    folders = (framework, framework.parents[1] / "plugins/parameter_server")
+    source = "\n".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     assert {*re.findall(r'\bat\(\s*"([a-z]+:[a-z-]+)"', source)} - {*faults.POINTS} == set()
     assert all(source.count(f'"{point}"') > 1 for point in faults.POINTS)
     assert faults.Faults.parsed([{"action": "kill", "point": "plugin:anywhere"}]).planned
