@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 
 from tests.config.golden import REPOSITORY
 from worldsize.config.instantiate import Allowed, resolve_target
-from worldsize.config.launcher_schema import cluster_schema, launcher_schema, plain_type
+from worldsize.config.launcher_schema import cluster_schema, launcher_schema
 from worldsize.config.schema import ClusterSchema
+from worldsize.config.section import plain_type
 from worldsize.core.launcher import OF_CLUSTER, cluster_option
 
 CLUSTERS = sorted(path.stem for path in (REPOSITORY / "conf" / "cluster").glob("*.yaml"))

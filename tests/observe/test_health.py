@@ -314,7 +314,8 @@ def test_each_kind_of_figure_has_its_limit() -> None:
     sick = {"disk": 0.91, "network_errors": 61.0, "swap": 2e6, "gpus": [HOT]}
     assert told(alerts, **sick) == ["disk", "network"]
     assert told(alerts, **sick) == ["swap", "temperature", "throttled"]  # twice in a row
-    assert told(HealthAlerts(HealthLimits(20.0), node=0), **sick, memory=1.0) == []
+    limits = HealthLimits(memory=None, swap=None, disk=None, temperature=None, network_errors=None)
+    assert told(HealthAlerts(limits, node=0), **sick, memory=1.0) == []
 
 
 def test_a_short_time_of_swapping_or_heat_is_no_alert() -> None:
@@ -427,7 +428,7 @@ def test_the_process_of_the_first_node_passes_on_what_is_at_hand_when_it_ends(tm
 
 
 def test_ranks_that_somebody_starts_by_hand_have_one_process_for_each_node(tmp_path: Path) -> None:
-    settings: Any = SimpleNamespace(observe=SimpleNamespace(health=LIMITS))
+    settings: Any = SimpleNamespace(observe=SimpleNamespace(watched=LIMITS))
     run = RunDirectory(tmp_path)
 
     def watches(rank: int, heartbeat: Path | None = None) -> bool:
@@ -436,7 +437,7 @@ def test_ranks_that_somebody_starts_by_hand_have_one_process_for_each_node(tmp_p
 
     assert [watches(rank) for rank in range(8)] == [rank % 4 == 0 for rank in range(8)]
     assert not watches(0, tmp_path)  # its launching process does
-    settings.observe.health = None
+    settings.observe.watched = None
     assert not watches(0)
 
 

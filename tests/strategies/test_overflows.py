@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from tests.observe.run_folders import write_run
 from worldsize.core import Event, MicroBatch, Numerics, RunContext, UpdateOverflowed, World
+from worldsize.core.sections import WeightAverage
 from worldsize.observe.events import EventLog
 from worldsize.observe.report.page import summary
 from worldsize.observe.report.read import read_run
@@ -21,7 +22,7 @@ from worldsize.observe.report.timeline import timeline
 from worldsize.strategies import loss_scaling
 from worldsize.strategies.single import Single
 from worldsize.testing.loops import Loop
-from worldsize.train.averaging import AveragedReplica, WeightAverage
+from worldsize.train.averaging import AveragedReplica
 from worldsize.train.fit import LoopCallbacks, LoopConfig, fit
 
 OVERFLOWS = (2, 4)

@@ -14,8 +14,9 @@ from torch.optim import SGD, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from worldsize.core import MicroBatch, MultiUpdateRecipe, Numerics, Recipe, RunContext, Update, World
+from worldsize.core.sections import WeightAverage
 from worldsize.strategies.single import Single
-from worldsize.train.averaging import AveragedReplica, WeightAverage
+from worldsize.train.averaging import AveragedReplica
 
 STEPS, EVERY, EMA = 12, 5, WeightAverage(0.7)
 LOST = {3: ("critic",), 5: ("generator",), 8: ("critic",)}  # updates whose gradient is not finite; all of step 8

@@ -26,6 +26,7 @@ from worldsize.core import (
     Strategy,
     World,
 )
+from worldsize.core.sections import WeightAverage
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.strategies.ddp import DDP
@@ -36,7 +37,7 @@ from worldsize.strategies.zero import ZeRO
 from worldsize.testing.plain import evaluate
 from worldsize.testing.recipes import AveragedChain, Chain
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.train.averaging import AveragedReplica, WeightAverage, evaluate_all
+from worldsize.train.averaging import AveragedReplica, evaluate_all
 
 pytestmark = pytest.mark.heavy
 

@@ -16,6 +16,7 @@ from tests.support.runs import Train
 from worldsize.checkpoint.weights import open_weights
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import ConfigError, Recipe, RunContext, Strategy, World
+from worldsize.core.sections import WeightAverage
 from worldsize.launch.record import check_initial
 from worldsize.launch.recorded_run import check_typed
 from worldsize.record.inputs import fingerprint
@@ -25,7 +26,7 @@ from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.train.averaging import AveragedReplica, WeightAverage
+from worldsize.train.averaging import AveragedReplica
 from worldsize.train.initial_weights import InitialWeights
 
 STRATEGIES: dict[str, Strategy] = {

@@ -9,7 +9,7 @@ import pytest
 
 from plugins.parameter_server.sharding import refuse_remembering
 from tests.support.own_recipe import write_recipe
-from worldsize.config.remembering import check_remembers, check_resumes
+from worldsize.config.shape import check_remembers, check_resumes
 from worldsize.core import ConfigError, Role
 from worldsize.launch.local import Local
 from worldsize.testing.recipes import Chain

@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from worldsize.cli import call_composed, exit_process
+from worldsize.config.arguments import key_of
 from worldsize.config.compose import compose_only, resolved
-from worldsize.config.overrides import key_of
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.recorded_run import check_before_start, enter_project, placed
 from worldsize.messages import outlive_output, refuse

@@ -21,8 +21,8 @@ from rich.console import Console
 
 from worldsize.cli import exit_process
 from worldsize.cli.compare import EXIT_CODES, add_report_options, show
+from worldsize.config.arguments import key_of
 from worldsize.config.compose import assigned
-from worldsize.config.overrides import key_of
 from worldsize.config.search_path import bundle
 from worldsize.core import ContainerImage
 from worldsize.errors import WorldsizeError

@@ -1,4 +1,4 @@
-"""Argument types for numbers on the command line, with the same limits as settings."""
+"""Words of a command line: numbers as arguments, with the limits of settings, and the keys of overrides."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def _read(text: str, kind: Callable[[str], T], limit: Limit) -> T:
     if refusal := limit.refusal(value):
         raise argparse.ArgumentTypeError(f"{text} {refusal}")
     return value
+
+
+def key_of(word: str) -> str:
+    """Return the key that an override sets, adds or deletes."""
+    return word.partition("=")[0].lstrip("+~")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from worldsize.config.schema import LinkSchema
+from worldsize.config.section import schema_of, typed
 from worldsize.core import Cluster, LaunchMethod, Link, Range, Spot
 from worldsize.core.limits import check_limits
 from worldsize.devices import default_backend
@@ -29,35 +29,18 @@ def cluster_of(node: Mapping[str, Any], threads: int | None, data_workers: int |
     Raises:
         ConfigError: values that contradict each other.
     """
-    links = {tier: Link(**link) for tier, link in (node.get("links") or {}).items()}
     tiers, around = _tiers(node.get("tiers") or {}, node["nodes"])
+    links = dict(node.get("links") or {})
     if around in links:
         links["network"] = links[around]
     threads = node.get("threads") or threads
-    loading = 1 if data_workers == "auto" else int(data_workers)
-    return Cluster(
-        name=node["name"],
-        nodes=node["nodes"],
-        processes=node["processes"],
-        device=node["device"],
+    return typed(
+        Cluster,
+        {**node, "links": links, "tiers": tiers},
         backend=node.get("backend") or default_backend(node["device"]),
         threads=threads,
-        cpus_per_process=(threads or 1) + loading,
-        timeout=node.get("timeout", 600.0),
-        interface=node.get("interface"),
-        hca=node.get("hca"),
-        links=links,
-        tiers=tiers,
-        device_memory=node.get("device_memory"),
-        price_per_hour=node.get("price_per_hour"),
-        mtbf_hours=node.get("mtbf_hours"),
+        cpus_per_process=(threads or 1) + (1 if data_workers == "auto" else int(data_workers)),
         spot_market=_spot(node.get("spot_market") or {}),
-        min_processes=node.get("min_processes"),
-        spares=node.get("spares", 0),
-        spare_nodes=node.get("spare_nodes", 0),
-        peak_flops=node.get("peak_flops"),
-        debug=node.get("debug", False),
-        pin=node.get("pin", "none"),
     )
 
 
@@ -98,7 +81,7 @@ def _tiers(nodes_of_unit: Mapping[str, int], nodes: int) -> tuple[dict[str, int]
 
 def _spot(node: Mapping[str, Any]) -> Spot | None:
     if node.get("mtbf_hours") is not None:
-        return Spot(node["mtbf_hours"], node.get("price_per_hour"))
+        return typed(Spot, node)
     if node.get("price_per_hour") is not None:
         raise ConfigError(
             "cluster.spot_market.price_per_hour says nothing without cluster.spot_market.mtbf_hours. Set that, too."
@@ -106,8 +89,8 @@ def _spot(node: Mapping[str, Any]) -> Spot | None:
     return None
 
 
-@dataclass
-class _TierSchema(LinkSchema):
+@dataclass(frozen=True)
+class _Tier(Link):
     """A tier with its link."""
 
     nodes: Annotated[int, Range(least=1, most=1_000_000)] = 1
@@ -125,7 +108,7 @@ def with_tiers(cluster: Mapping[str, Any]) -> dict[str, Any]:
         values = _link(key, given) if isinstance(given, Mapping) else {"nodes": given}
         if not isinstance(values["nodes"], int) or isinstance(values["nodes"], bool):
             raise ConfigError(f"{key}={given!r} is no number of nodes. Set {key}=8, say.")
-        check_limits(_TierSchema, values, key=key)
+        check_limits(_Tier, values, key=key)
         tiers[name] = values.pop("nodes")
         links |= {name: values} if values else {}
     return {**cluster, "tiers": tiers, "links": links}
@@ -134,11 +117,11 @@ def with_tiers(cluster: Mapping[str, Any]) -> dict[str, Any]:
 def _link(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
     try:
         values: dict[Any, Any] = {"nodes": None, **given}
-        merged = OmegaConf.merge(OmegaConf.structured(_TierSchema), values)
+        merged = OmegaConf.merge(OmegaConf.structured(schema_of(_Tier)), values)
         plain: Any = OmegaConf.to_container(merged, throw_on_missing=True)
     except ConfigKeyError as error:
         name = str(error.key)
-        raise ConfigError(f"no key '{key}.{name}'{neighbours(name, _TierSchema.__dataclass_fields__)}") from error
+        raise ConfigError(f"no key '{key}.{name}'{neighbours(name, _Tier.__dataclass_fields__)}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(
             f"{key}: {str(error.msg or error).splitlines()[0]}. "

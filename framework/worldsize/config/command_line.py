@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from worldsize.config.overrides import key_of
+from worldsize.config.arguments import key_of
 from worldsize.config.schema import Schema
 from worldsize.config.search_path import main_conf, options_in, searched
 from worldsize.config.values import readable

@@ -29,12 +29,12 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from worldsize.config.arguments import key_of
 from worldsize.config.command_line import brings_files, folder_of_flags, hydra_of_first_point, normalised
 from worldsize.config.explain import explain, forget_files, place_of, scheduler_option
 from worldsize.config.launcher_schema import LauncherSource
 from worldsize.config.learning_rate import with_rate
 from worldsize.config.objective import SweepEnded
-from worldsize.config.overrides import key_of
 from worldsize.config.schema import Schema
 from worldsize.config.search_path import check_unique, main_conf, searched
 from worldsize.config.values import registered

@@ -16,10 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from worldsize.config.cluster import with_tiers, with_topology
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, task_overrides
-from worldsize.config.learning_rate import scaled_lr
+from worldsize.config.learning_rate import scaled_lr, with_rate
 from worldsize.config.search_path import installed, make_importable, roots
-from worldsize.config.settings import Settings, load_settings, logical_ranks_wanted
+from worldsize.config.settings import RunShape, Settings, load_settings, load_shape, recipe_of
 from worldsize.config.shape import nodes_of, with_processes
+from worldsize.core import Recipe
 from worldsize.data.batches import is_iterable
 from worldsize.data.order import epoch_length, steps_of
 from worldsize.devices import device_count
@@ -44,25 +45,21 @@ def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None)
         cfg.cluster.nodes = nodes_of(cfg.cluster.hosts, spare=cfg.cluster.spare_nodes)
     _check_length(cfg)
     share_rate(cfg)
-    if OmegaConf.is_missing(cfg, "steps") or cfg.steps is None:
-        cfg.steps = 1  # until the length of the data is known
     if has_own_batches(cfg):
         samples_per_logical_rank = cfg.evaluate_batch_size = 1
     lengths = lengths_of(cfg)
-    for key in lengths:
-        OmegaConf.update(cfg, key, 1)
-    if samples_per_logical_rank is not None:
-        cfg.batch_size = samples_per_logical_rank * logical_ranks_wanted(_completed(resolved(cfg)))
+    for key in ("steps", *lengths) if cfg.epochs is not None else lengths:
+        OmegaConf.update(cfg, key, 1)  # until the length of the data is known
     config = _completed(resolved(cfg))
-    settings = load_settings(config)
-    if cfg.epochs is None and not lengths:
-        return _with_profile_in_run(_with_scaled_lr(cfg, settings))
-    if cfg.epochs is not None:
-        cfg.steps = _steps(settings, epochs=float(cfg.epochs))
-    for key, text in lengths.items():
-        OmegaConf.update(cfg, key, _length_in_steps(text, settings, key=key))
-    # resolved again, since schedules interpolate the number of steps
-    return _with_profile_in_run(_with_scaled_lr(cfg, load_settings(_completed(resolved(cfg)))))
+    shape = load_shape(config)
+    if samples_per_logical_rank is not None:
+        cfg.batch_size = samples_per_logical_rank * shape.logical_ranks
+    if cfg.epochs is not None or lengths:
+        _set_lengths(cfg, recipe_of(config), lengths)
+    final = _with_scaled_lr(cfg, shape)
+    if final is not cfg or cfg.epochs is not None or lengths or samples_per_logical_rank is not None:
+        config = _completed(resolved(final))  # again, since schedules interpolate these values
+    return _with_profile_in_run(load_settings(config, shape))
 
 
 def has_own_batches(cfg: DictConfig) -> bool:
@@ -102,23 +99,24 @@ def lengths_of(cfg: DictConfig) -> dict[str, str]:
 
 def _with_profile_in_run(settings: Settings) -> Settings:
     """Return the settings; raise ConfigError if the profile names steps that the run does not reach."""
-    profiled, steps = settings.observe.profiled, settings.training.steps
+    profiled, steps = settings.observe.profile.steps, settings.training.steps
     if profiled is not None and profiled[1] > steps:
         raise ConfigError(f"profile.steps={list(profiled)} goes beyond the run. Its last step is {steps}.")
     return settings
 
 
-def _with_scaled_lr(cfg: DictConfig, settings: Settings) -> Settings:
-    """Return the settings with the learning rate that ``cluster.scale_lr`` makes of the typed one.
+def _with_scaled_lr(cfg: DictConfig, shape: RunShape) -> DictConfig:
+    """Return the configuration with the learning rate that ``cluster.scale_lr`` makes of the typed one.
 
     Raises:
         ConfigError: the rule has no meaning for this run.
     """
-    if settings.run.evaluates is not None or (lr := scaled_lr(settings)) == settings.training.lr:
-        return settings
+    typed = with_rate(cfg).lr
+    if shape.run.evaluates is not None or (lr := scaled_lr(shape, typed, batch_size=cfg.batch_size)) == typed:
+        return cfg
     scaled = deepcopy(cfg)
     scaled.lr = lr
-    return load_settings(_completed(resolved(scaled)))
+    return scaled
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
@@ -133,11 +131,21 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "cluster": cluster, "launcher": {**config["launcher"], **hosts}, "run": run}
 
 
-def _steps(settings: Settings, *, epochs: float) -> int:
-    dataset = settings.recipe.data("train")
+def _set_lengths(cfg: DictConfig, recipe: Recipe, lengths: Mapping[str, str]) -> None:
+    """Set the steps of ``epochs``, and of the schedule's ``lengths`` by key, that follow from the recipe's data."""
+    if cfg.epochs is not None:
+        length = _epoch(recipe, "epochs needs a data set with a length; this one is a stream. Set steps instead.")
+        cfg.steps = steps_of(float(cfg.epochs), length, cfg.batch_size)
+    for key, text in lengths.items():
+        OmegaConf.update(cfg, key, _length_in_steps(text, recipe, cfg.batch_size, key=key))
+
+
+def _epoch(recipe: Recipe, refusal: str) -> int:
+    """Return the samples of an epoch; raise ConfigError with this text if the data are a stream."""
+    dataset = recipe.data("train")
     if is_iterable(dataset):
-        raise ConfigError("epochs needs a data set with a length; this one is a stream. Set steps instead.")
-    return steps_of(epochs, epoch_length(dataset), settings.training.batch_size)
+        raise ConfigError(refusal)
+    return epoch_length(dataset)
 
 
 def written_lengths(node: Any, key: str = "schedule") -> Iterator[tuple[str, str]]:
@@ -149,7 +157,7 @@ def written_lengths(node: Any, key: str = "schedule") -> Iterator[tuple[str, str
         yield key, node.strip()
 
 
-def _length_in_steps(text: str, settings: Settings, *, key: str) -> int:
+def _length_in_steps(text: str, recipe: Recipe, batch_size: int, *, key: str) -> int:
     """Convert a length, the value of ``key``, to steps, rounded up.
 
     Raises:
@@ -158,17 +166,15 @@ def _length_in_steps(text: str, settings: Settings, *, key: str) -> int:
     match = _LENGTH.fullmatch(text)
     assert match is not None, text
     number, scale, unit = match.groups()
-    count, batch_size = float(number) * _SCALES[scale], settings.training.batch_size
+    count = float(number) * _SCALES[scale]
     if unit == "epoch":
-        dataset = settings.recipe.data("train")
-        if is_iterable(dataset):
-            raise ConfigError(f"{key}={text}: the data are a stream, of which no length is known. Give steps instead.")
-        return steps_of(count, epoch_length(dataset), batch_size)
+        refusal = f"{key}={text}: the data are a stream, of which no length is known. Give steps instead."
+        return steps_of(count, _epoch(recipe, refusal), batch_size)
     if unit == "token":
-        tokens = settings.recipe.tokens_per_sample()
+        tokens = recipe.tokens_per_sample()
         if tokens is None:
             raise ConfigError(
-                f"{key}={text}: {type(settings.recipe).__name__} does not say how many tokens a sample has. "
+                f"{key}={text}: {type(recipe).__name__} does not say how many tokens a sample has. "
                 "Define Recipe.tokens_per_sample, or give steps, samples or epochs."
             )
         return math.ceil(count / (batch_size * tokens))

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
+from dataclasses import Field, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from itertools import dropwhile
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import MISSING as REQUIRED
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
 from worldsize.config.command_line import REFUSED
 from worldsize.config.explain import note_file
 from worldsize.config.instantiate import Allowed, resolve_target
-from worldsize.config.schema import ClusterSchema
+from worldsize.config.schema import ClusterSchema, references
 from worldsize.config.search_path import installed, main_conf, make_importable, roots
+from worldsize.config.section import keys_of
 from worldsize.core.launcher import OF_CLUSTER
 from worldsize.errors import ConfigError, neighbours
 
@@ -120,7 +118,7 @@ def cluster_schema(launcher: type) -> type:
     """Return the keys below ``cluster``: those of every cluster, and the launcher's cluster options."""
     every = {each.name for each in fields(ClusterSchema)}
     own = [each for each in _options(launcher) if each.metadata.get(OF_CLUSTER) and each.name not in every]
-    return make_dataclass(f"{launcher.__name__}Cluster", _typed(launcher, own), bases=(ClusterSchema,))
+    return make_dataclass(f"{launcher.__name__}Cluster", keys_of(launcher, own), bases=(ClusterSchema,))
 
 
 @cache
@@ -128,62 +126,10 @@ def launcher_schema(launcher: type) -> type:
     """Return the keys below ``launcher``: all fields of the dataclass, cluster options as references to ``cluster``."""
     target = ("_target_", str, field(default=f"{launcher.__module__}.{launcher.__qualname__}"))
     own = [each for each in _options(launcher) if not each.metadata.get(OF_CLUSTER)]
-    references = [
-        (each.name, Any, field(default=f"${{cluster.{each.name}}}"))
-        for each in _options(launcher)
-        if each.metadata.get(OF_CLUSTER)
-    ]
-    return make_dataclass(launcher.__name__, [target, *references, *_typed(launcher, own)])
+    of_cluster = [each.name for each in _options(launcher) if each.metadata.get(OF_CLUSTER)]
+    keys = [target, *references(of_cluster, "cluster."), *keys_of(launcher, own)]
+    return make_dataclass(launcher.__name__, keys)
 
 
 def _options(launcher: type) -> list[Field[Any]]:
     return [each for each in fields(launcher) if each.init]
-
-
-def _typed(launcher: type, options: Sequence[Field[Any]]) -> list[tuple[str, Any, Any]]:
-    hints = get_type_hints(launcher, include_extras=True)
-    return [(each.name, _limited(hints[each.name]), _default(each)) for each in options]
-
-
-def _limited(hint: Any) -> Any:
-    """Return the plain type of an annotation, with its limits."""
-    if get_origin(hint) is not Annotated:
-        return plain_type(hint)
-    return Annotated[plain_type(get_args(hint)[0]), *hint.__metadata__]
-
-
-def _default(option: Field[Any]) -> Any:
-    """Return the default as new plain containers."""
-    if option.default is MISSING and option.default_factory is MISSING:
-        return field(default=REQUIRED)
-    value = option.default if option.default_factory is MISSING else option.default_factory()
-    if isinstance(value, Mapping):
-        return field(default_factory=lambda: dict(value))
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return field(default_factory=lambda: list(value))
-    return field(default=value)
-
-
-def plain_type(hint: Any) -> Any:
-    """Return the type that OmegaConf can check for an annotation; the rest is checked when the object is built."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return plain_type(arguments[0])
-    if origin in (Union, UnionType):
-        return _plain_union(arguments)
-    if origin is Literal and len({type(each) for each in arguments}) == 1:
-        return type(arguments[0])
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return dict[str, plain_type(arguments[1])]  # type: ignore[misc]  # made at run time
-    if isinstance(origin, type) and issubclass(origin, Sequence):
-        return list[plain_type(arguments[0])]  # type: ignore[misc]  # made at run time
-    return hint if hint in _PLAIN else Any
-
-
-def _plain_union(options: Sequence[Any]) -> Any:
-    others = [plain_type(each) for each in options if each is not NoneType]
-    if len(others) == 1:
-        return Optional[others[0]] if NoneType in options else others[0]  # noqa: UP045 - of a type made at run time
-    if all(each in _PLAIN for each in others):
-        return Union[tuple(options)]  # noqa: UP007 - as above
-    return Any

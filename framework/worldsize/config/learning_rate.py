@@ -8,9 +8,8 @@ many workers there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
@@ -18,7 +17,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:
-    from worldsize.config.settings import Settings
+    from worldsize.config.settings import RunShape
 
 
 def rate_factor(rule: str, *, samples: float, base: float) -> float:
@@ -33,18 +32,18 @@ def rate_factor(rule: str, *, samples: float, base: float) -> float:
     return {"none": 1.0, "linear": samples / base, "sqrt": math.sqrt(samples / base)}[rule]
 
 
-def update_samples(settings: Settings) -> float:
-    """Return how many samples one update has."""
-    return settings.training.batch_size / (_parts(settings) or 1)
+def update_samples(shape: RunShape, batch_size: int) -> float:
+    """Return how many samples one update has, of ``batch_size`` in a step."""
+    return batch_size / (_parts(shape) or 1)
 
 
-def scaled_lr(settings: Settings) -> float | None:
-    """Return the learning rate of ``settings``, whose rate is the typed one, by the rule ``cluster.scale_lr``.
+def scaled_lr(shape: RunShape, lr: float | None, *, batch_size: int) -> float | None:
+    """Return the learning rate that the rule ``cluster.scale_lr`` makes of ``lr``.
 
     Raises:
         ConfigError: the rule would change nothing at any number of processes, or there is no rate or no rule.
     """
-    (rule, base), lr = _rule(settings), settings.training.lr
+    rule, base = shape.rate_scaling.scale_lr, shape.rate_scaling.base_batch
     if rule == "none":
         if base is not None:
             raise ConfigError(
@@ -56,62 +55,54 @@ def scaled_lr(settings: Settings) -> float | None:
         raise ConfigError(
             f"cluster.scale_lr={rule} scales lr, and this run has lr=null. Set lr, or cluster.scale_lr=none."
         )
-    if base is None and not _varies(settings):
-        name, batch_size = type(settings.strategy).__name__, settings.training.batch_size
-        what = "an update" if _parts(settings) is None else "a step, whose updates take a part of lr each,"
+    if base is None and not _varies(shape):
+        name = type(shape.strategy).__name__
+        what = "an update" if _parts(shape) is None else "a step, whose updates take a part of lr each,"
         raise ConfigError(
             f"cluster.scale_lr={rule}: nothing scales under {name}: {what} has batch_size={batch_size} samples at any "
             "number of processes. Set cluster.scale_lr=none, or cluster.base_batch to the number of samples for which "
             f"lr={lr:g} was chosen."
         )
-    return lr * _factor(settings)
+    return lr * rate_factor(rule, samples=_ruled(shape, batch_size), base=base or batch_size)
 
 
-def update_text(settings: Settings) -> str:
-    """Say how many samples an update has, and which learning rate. ``settings`` are those that have the scaled one."""
-    batch_size, parts, lr = settings.training.batch_size, _parts(settings), settings.training.lr
-    samples = f"{update_samples(settings):g} samples"
+def update_text(shape: RunShape, lr: float | None, *, batch_size: int) -> str:
+    """Say how many samples an update has, and which learning rate; ``lr`` is the scaled one."""
+    parts = _parts(shape)
+    samples = f"{update_samples(shape, batch_size):g} samples"
     if parts is None:
         samples += ", at any number of processes"
     else:
-        samples += f", of batch_size={batch_size} over {parts} {'workers' if _varies(settings) else 'logical ranks'}"
+        samples += f", of batch_size={batch_size} over {parts} {'workers' if _varies(shape) else 'logical ranks'}"
     if lr is None:
         return f"an update: {samples}; its learning rate is the recipe's own"
-    return f"an update: {samples}; lr {lr:g}{_origin(settings, lr)}"
+    return f"an update: {samples}; lr {lr:g}{_origin(shape, lr, batch_size)}"
 
 
-def _origin(settings: Settings, lr: float) -> str:
-    rule, base = _rule(settings)
+def _origin(shape: RunShape, lr: float, batch_size: int) -> str:
+    rule, base = shape.rate_scaling.scale_lr, shape.rate_scaling.base_batch or batch_size
     if rule != "none":
-        ratio = f"{_ruled(settings):g}/{base or settings.training.batch_size:g}"
-        return f" = {lr / _factor(settings):g} × {f'√({ratio})' if rule == 'sqrt' else ratio} (cluster.scale_lr={rule})"
-    if _varies(settings):
+        samples = _ruled(shape, batch_size)
+        ratio = f"{samples:g}/{base:g}"
+        before = lr / rate_factor(rule, samples=samples, base=base)
+        return f" = {before:g} × {f'√({ratio})' if rule == 'sqrt' else ratio} (cluster.scale_lr={rule})"
+    if _varies(shape):
         return " at any number of workers (cluster.scale_lr=none)"
-    return "" if _parts(settings) is None else ", of which each update takes a part"
+    return "" if _parts(shape) is None else ", of which each update takes a part"
 
 
-def _factor(settings: Settings) -> float:
-    rule, base = _rule(settings)
-    return rate_factor(rule, samples=_ruled(settings), base=base or settings.training.batch_size)
+def _parts(shape: RunShape) -> int | None:
+    return shape.strategy.update_parts(shape.cluster, shape.logical_ranks)
 
 
-def _rule(settings: Settings) -> tuple[str, int | None]:
-    node: Mapping[str, Any] = settings.config["cluster"]
-    return node.get("scale_lr", "none"), node.get("base_batch")  # older runs have neither
-
-
-def _parts(settings: Settings) -> int | None:
-    return settings.strategy.update_parts(settings.cluster, settings.logical_ranks)
-
-
-def _varies(settings: Settings) -> bool:
+def _varies(shape: RunShape) -> bool:
     """Return whether the samples that go with a whole ``lr`` depend on the number of workers."""
-    return _parts(settings) is not None and not settings.strategy.divides_lr
+    return _parts(shape) is not None and not shape.strategy.divides_lr
 
 
-def _ruled(settings: Settings) -> float:
+def _ruled(shape: RunShape, batch_size: int) -> float:
     """Return the samples that go with a whole ``lr``."""
-    return update_samples(settings) if _varies(settings) else settings.training.batch_size
+    return update_samples(shape, batch_size) if _varies(shape) else batch_size
 
 
 def with_rate(cfg: DictConfig) -> DictConfig:

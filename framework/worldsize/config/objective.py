@@ -13,7 +13,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from worldsize.config.schema import SweepSchema
+from worldsize.config.schema import SweepConfig
+from worldsize.config.section import schema_of
 from worldsize.core import metric_key, split_of
 from worldsize.core.limits import check_limits
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
@@ -78,7 +79,7 @@ class ObjectiveCheck(Callback):
 
 
 def _check_search(config: DictConfig) -> None:
-    check_limits(SweepSchema, config.sweep, key="sweep")
+    check_limits(schema_of(SweepConfig), config.sweep, key="sweep")
     name = f"hydra/sweeper={config.hydra.runtime.choices['hydra/sweeper']}"
     if config.sweep.metric is None:
         raise ConfigError(

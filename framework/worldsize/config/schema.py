@@ -1,344 +1,351 @@
-"""The structured schema: every key of a run, its type and its meaning."""
+"""Every key of a run with its type, limits and meaning: one dataclass a section, which is its value, too.
+
+The schema by which OmegaConf checks what is typed is derived from these (see :mod:`worldsize.config.section`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, make_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from omegaconf import MISSING
-
-from worldsize.core.limits import PORT, SECONDS, FilePath, FolderName, OneOf, Range
+from worldsize.config.section import keys_of
+from worldsize.core.cluster import Cluster
+from worldsize.core.evaluation import is_split, metric_key, split_of
+from worldsize.core.events import Listener
+from worldsize.core.launcher import HealthLimits
+from worldsize.core.limits import COUNT, LARGEST, NO_KEY, PORT, FilePath, FolderName, Key, OneOf, Range
+from worldsize.core.numerics import Numerics
+from worldsize.core.sections import ShuffleConfig, WeightAverage
+from worldsize.errors import ConfigError, neighbours
+from worldsize.train.early_stopping import EarlyStopping
 from worldsize.world.environments import ENVIRONMENTS
+from worldsize.world.processes import SIGNALS
+from worldsize.world.topology import Topology
 
-_LARGEST = Range(most=2**63 - 1)  # what tensors and other languages take
-_COUNT = Range(least=1)
-_SHARE = Range(above=0, most=1)
-_PROCESSES = Range(least=0, most=256, hint="so many processes for each worker")
+if TYPE_CHECKING:  # it imports numpy
+    from worldsize.checkpoint.format import Retention
+
 _INTERVAL = Range(least=0, hint="0: never")
+_PROCESSES = Range(least=0, most=256, hint="so many processes for each worker")
 
 
-@dataclass
-class LinkSchema:
-    """The speed of one kind of link, for planning and for the reductions that choose by it.
-
-    Attributes:
-        bandwidth: Bytes a second in each direction.
-        latency: Seconds of a message.
-        gap: Least seconds of one round of a ring.
-        incast: Share of the bandwidth that is left where all ranks send to all at once.
-    """
-
-    bandwidth: Annotated[float, Range(above=0, hint="it is in bytes a second")] = MISSING
-    latency: Annotated[float, Range(least=0, hint="it is in seconds")] = MISSING
-    gap: Annotated[float, Range(least=0, hint="it is in seconds")] = 0.0
-    incast: Annotated[float, Range(above=0, most=1)] = 1.0
-
-
-@dataclass
-class SpotSchema:
-    """A node that may be reclaimed costs so much an hour, and fails every so many hours, reclaims among them."""
-
-    price_per_hour: Annotated[float | None, Range(least=0)] = None
-    mtbf_hours: Annotated[float | None, Range(above=0)] = None
-
-
-@dataclass
-class ClusterSchema:
-    """Shape and links. ``processes`` counts all nodes; ``processes_per_node`` may be given instead.
-
-    ``environment``: whose variables place a worker that is started by hand (torchrun, openmpi, slurm, alone; auto).
-    ``interface``: network interface of the collectives (default: the one that leads to the first node). ``hca``:
-    InfiniBand adapters that NCCL may use (NCCL_IB_HCA). ``port``: at which the hosts find the first (default: one that
-    follows from the run's id). ``on_node_mismatch``: what is done when hosts have other code or packages than the
-    first: refuse or warn. For planning: ``device_memory`` in bytes that a process may fill (default: what this machine
-    has), ``price_per_hour`` of a node. ``mtbf_hours``: mean hours between two failures of a node, for planning and for
-    ``checkpoint.every=auto``. ``spot_market``: price and hours between failures, reclaims among them, of a spot node.
-    For a strategy that heals (``strategy.on_failure=heal``): ``min_processes``, with which it goes on at least,
-    ``spares``: further processes, which wait to take the places of those that die, and ``spare_nodes``: further nodes
-    that wait to take those of lost ones; of ``hosts`` they are the last. ``peak_flops``: dense operations a second of
-    one process's device, of which the MFU is the share that the model uses (default: that of a known GPU).
-    ``max_memory``: bytes of memory that one process may hold before an alert says so. ``debug``: NCCL and torch tell
-    what they do, in the logs of the processes. ``pin``: whether each process keeps to the cores and the memory of a
-    NUMA node (numa), or to cores that no other has (exclusive); auto: as numa where there are several such nodes.
-    ``tiers``: nodes of a rack, of a pod, ..., by the name of the tier, whose link is ``links.NAME``; or a mapping with
-    ``nodes`` and the keys of a link. ``topology``: file that says which switches are above each host, a YAML or Slurm's
-    topology.conf; it orders the hosts: with ``placement`` near, those below one switch are neighbours; with spread they
-    are taken from the switches in turn, so that the first ranks, such as parameter servers, are below all of them.
-    ``scale_lr``: rule by which ``lr`` follows the samples of an update where these depend on the number of workers,
-    relative to the ``base_batch`` samples for which it was chosen (default: ``batch_size``).
-    """
-
-    name: str = MISSING
-    nodes: Annotated[int, Range(least=1, most=1_000_000)] = 1
-    processes: Annotated[int | None, Range(most=1_000_000)] = None
-    processes_per_node: Annotated[int | None, Range(least=1, most=4096)] = None
-    device: str | None = "cpu"  # any kind of device that torch knows, see worldsize.devices
-    backend: str | None = None
-    threads: Annotated[int | None, Range(least=1, most=4096)] = None
-    timeout: Annotated[float, SECONDS] = 600.0
-    environment: Annotated[str, OneOf("auto", *ENVIRONMENTS)] = "auto"
-    interface: str | None = None
-    hca: str | None = None
-    port: Annotated[int | None, PORT] = None
-    on_node_mismatch: Annotated[str, OneOf("refuse", "warn")] = "refuse"
-    device_memory: Annotated[float | None, Range(above=0, hint="it is in bytes")] = None
-    price_per_hour: Annotated[float | None, Range(least=0)] = None
-    mtbf_hours: Annotated[float | None, Range(above=0)] = None
-    spot_market: SpotSchema = field(default_factory=SpotSchema)
-    min_processes: Annotated[int | None, Range(least=1)] = None
-    spares: Annotated[int, Range(least=0, most=256)] = 0
-    spare_nodes: Annotated[int, Range(least=0, most=256)] = 0
-    peak_flops: Annotated[float | None, Range(above=0, hint="it is in operations a second")] = None
-    max_memory: Annotated[float | None, Range(above=0, hint="it is in bytes")] = None
-    debug: bool = False
-    pin: Annotated[str, OneOf("auto", "none", "numa", "exclusive")] = "auto"
-    scale_lr: Annotated[str, OneOf("none", "linear", "sqrt")] = "none"
-    base_batch: Annotated[int | None, _COUNT] = None
-    links: dict[str, LinkSchema] = field(default_factory=dict)
-    tiers: dict[str, Any] = field(default_factory=dict)
-    topology: Annotated[str | None, FilePath()] = None
-    placement: Annotated[str, OneOf("near", "spread")] = "near"
-
-
-@dataclass
-class RunSchema:
+@dataclass(frozen=True)
+class RunConfig:
     """The folder of a run, and what the run is for.
 
     Attributes:
         root: Folder that holds the folders of runs.
-        name: Name of the run's folder; null: date, time and a random id.
-        group: Name under which wandb shows runs together.
+        name: Name of the run's folder; None: date, time and a random id.
+        group: Name under which wandb shows the runs of an experiment or a sweep together.
         reproduces: Manifest of the run that this one re-creates.
         strict: Whether to refuse to re-create it where something lowers the level of reproducibility.
         include: Patterns of untracked files that are recorded although they seem to be private (``.env``, ``*.pem``).
         private: Whether only its user may read the run's folder.
-        evaluates: Folder of the checkpoint that is evaluated instead of training.
+        evaluates: Checkpoint that is evaluated instead of training.
         examine: Measure links by tier ("tiers") or between all nodes ("pairs") instead of training.
     """
 
-    root: Annotated[str, FilePath()] = "runs"
+    root: Annotated[Path, FilePath()] = Path("runs")
     name: Annotated[str | None, FolderName()] = None
     group: str | None = None
-    reproduces: Annotated[str | None, FilePath()] = None
+    reproduces: Annotated[Path | None, FilePath()] = None
     strict: bool = False
-    include: list[str] = field(default_factory=list)
+    include: Sequence[str] = ()
     private: bool = True
-    evaluates: Annotated[str | None, FilePath()] = None
-    examine: Annotated[str | None, OneOf("tiers", "pairs")] = None
+    evaluates: Annotated[Path | None, FilePath()] = None
+    examine: Literal["tiers", "pairs"] | None = None
 
 
-@dataclass
-class CheckpointSchema:
-    """``every``: steps between saves (0: none in between; auto: as measured saves and expected failures cost least,
-    and every ten minutes); ``at_end``: one after the last step.
-
-    ``signals`` ask for a save and an end with exit code 75. ``ignore``: parts of the state that a resumed run leaves
-    as they are: model, optimizer, schedule, scaler, ema, or hyperparameters; of checkpoints up to step ``ignore_until``
-    (null: of all). ``allow_older``: an older checkpoint stands in for a damaged one. ``on_failure``: whether training
-    stops or continues when storage refuses a save. ``peers``: with ``strategy.on_failure=heal`` and a strategy that
-    shards state, steps from one copy of each shard in the memory of a peer to the next.
-    """
-
-    every: Annotated[int | str, _INTERVAL, _LARGEST, OneOf("auto", hint="A number of steps is taken, too.")] = "auto"
-    at_end: bool = True
-    keep: Any = None
-    signals: list[str] = field(default_factory=list)
-    ignore: list[str] = field(default_factory=list)
-    ignore_until: Annotated[int | None, Range(least=0)] = None
-    allow_older: bool = False
-    on_failure: Annotated[str, OneOf("stop", "continue")] = "continue"
-    peers: Annotated[int, Range(least=0, most=1_000_000)] = 1
-
-
-@dataclass
-class EMASchema:
-    """An exponential moving average of the weights, which is evaluated and saved beside them.
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Length of training, batches, and intervals of logging and evaluation.
 
     Attributes:
-        decay: Share of the average that one averaging keeps; null: there is no average.
-        every: Updates from one averaging to the next.
-        warmup: Whether the decay is lower at first: (1 + n) / (10 + n) at averaging n.
+        steps: Number of steps; null or left out where ``epochs`` is given.
+        batch_size: Samples of a step over all logical ranks; null where each sample of the data is a batch already, of
+            which each logical rank takes one in a step.
+        lr: Learning rate; None: the recipe's optimizer takes none, or sets its own.
+        seed: Seed of weights, order of data and all other random numbers.
+        log_every: Steps between two logged ones.
+        evaluate_every: Steps between two evaluations; 0: only at the end.
+        evaluate_batch_size: Samples of a batch of an evaluation.
+        schedule_metric: Metric by which a schedule such as ReduceLROnPlateau is advanced after each evaluation.
+        data_workers: Processes that load data ahead of each worker; "auto": as many as make its steps shorter.
+        length_balanced: Whether samples of similar length share a step; the data set says how long each is, by
+            ``lengths``.
+        shuffle: The way in which samples are shuffled within an epoch.
     """
 
-    decay: Annotated[float | None, Range(least=0, most=1, hint="0.999 is usual; null: no average")] = None
-    every: Annotated[int, _COUNT, _LARGEST] = 1
-    warmup: bool = False
+    steps: Annotated[int, Key(int | None), COUNT, LARGEST]
+    batch_size: Annotated[int, Key(int | None), COUNT, LARGEST]
+    lr: Annotated[float | None, Range(least=0)]
+    seed: int = 0
+    log_every: Annotated[int, COUNT, LARGEST] = 10
+    evaluate_every: Annotated[int, _INTERVAL, LARGEST] = 0
+    evaluate_batch_size: Annotated[int, COUNT, LARGEST] = 256
+    schedule_metric: str | None = None
+    data_workers: Annotated[
+        int | Literal["auto"], _PROCESSES, OneOf("auto", hint="A number of processes is taken, too.")
+    ] = 0
+    length_balanced: bool = False
+    shuffle: ShuffleConfig = field(default_factory=ShuffleConfig)
+
+    def __post_init__(self) -> None:
+        self.check_evaluates("schedule_metric", self.schedule_metric)
+
+    def check_evaluates(self, key: str, metric: str | None) -> None:
+        """Raise ConfigError if ``key`` names a metric, and the run is evaluated at its end only."""
+        if metric is not None and not self.evaluate_every:
+            raise ConfigError(
+                f"{key}={metric}: the run is evaluated at its end only. "
+                "Set evaluate_every to the steps between two evaluations."
+            )
 
 
-@dataclass
-class EarlyStoppingSchema:
-    """The rule by which a run ends before its last step.
-
-    Attributes:
-        metric: The metric that has to improve; null: the run does not end early.
-        direction: Whether a smaller (min) or a larger (max) metric is better.
-        patience: Evaluations without an improvement after which the run ends.
-        min_delta: Least difference that counts as an improvement.
-    """
-
-    metric: str | None = None
-    direction: Annotated[str, OneOf("min", "max")] = "min"
-    patience: Annotated[int, _COUNT, _LARGEST] = 3
-    min_delta: Annotated[float, Range(least=0)] = 0.0
-
-
-@dataclass
-class SweepSchema:
-    """The goal of a search over configurations.
-
-    Attributes:
-        metric: The metric of each run's last evaluation that the search goes by; null: runs report none.
-        direction: Whether the search minimizes or maximizes it; null: as the sweeper does by itself.
-    """
-
-    metric: str | None = None
-    direction: Annotated[str | None, OneOf("minimize", "maximize")] = None
-
-
-@dataclass
-class EvaluationSchema:
+@dataclass(frozen=True)
+class EvaluationConfig:
     """The data that are evaluated.
 
     Attributes:
         splits: Splits as the recipe names them; metrics of "test" have their own names, others are ``split/name``.
-        batches: Evaluate so many batches, drawn anew each time; null: all data.
+        batches: Number of batches, drawn anew at each evaluation; None: all data.
     """
 
-    splits: list[str] = field(default_factory=lambda: ["test"])
-    batches: Annotated[int | None, _COUNT, _LARGEST] = None
+    splits: Sequence[str] = ("test",)
+    batches: Annotated[int | None, COUNT, LARGEST] = None
+
+    def __post_init__(self) -> None:
+        if not self.splits or len({*self.splits}) < len(self.splits):
+            raise ConfigError(f"evaluation.splits={list(self.splits)} must name at least one split, and each once.")
+
+    def check_metric(self, metric: str | None, *, key: str) -> None:
+        """Raise ConfigError if ``key`` of the configuration names a metric of a split that is not evaluated."""
+        split, name = split_of(metric or "")
+        if metric is not None and split not in self.splits:
+            raise ConfigError(
+                f"{key}={metric} is a metric of {split!r}, and evaluation.splits={list(self.splits)} does "
+                f"not evaluate that. Set {key}={metric_key(self.splits[0], name)}, or add the split."
+            )
 
 
-@dataclass
-class ShuffleSchema:
-    """The way in which samples are shuffled within an epoch.
+def check_split(split: str, known: Sequence[str], *, key: str) -> None:
+    """Raise ConfigError unless ``split``, which ``key`` names, is one of the recipe's."""
+    if not is_split(split):
+        raise ConfigError(f"{key}: {split!r} is no name of a split. Call it by a word, without a slash.")
+    if split not in known:
+        raise ConfigError(f"{key}: the recipe has no split {split!r}{neighbours(split, known)}")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, what to keep, and what a resumed run loads.
 
     Attributes:
-        enabled: Whether they are; otherwise samples keep the order of the data.
-        block: Samples that are neighbours in the data and stay close, for slow storage; 1: each goes anywhere.
-        window: Blocks whose samples are mixed.
+        keep: Which older checkpoints are kept.
+        every: Steps between saves; 0: none in between; "auto": as measured saves and expected failures cost least, and
+            every ten minutes.
+        at_end: Whether there is a save after the last step.
+        signals: Names of the signals that ask for a save and an end with exit code 75.
+        ignore: Parts of the state that a resumed run leaves as they are: model, optimizer, schedule, scaler, ema, or
+            hyperparameters.
+        ignore_until: Last step whose checkpoint is loaded without them; None: they are left out of all.
+        allow_older: Whether an older checkpoint stands in for a damaged one.
+        on_failure: What training does when storage refuses a save.
+        peers: Steps from one copy of each shard in the memory of a peer to the next, where a strategy that shards state
+            heals (``strategy.on_failure=heal``); 0: no copies.
     """
 
-    enabled: bool = True
-    block: Annotated[int, _COUNT, _LARGEST] = 1
-    window: Annotated[int, _COUNT, _LARGEST] = 64
+    keep: Retention
+    every: Annotated[
+        int | Literal["auto"], _INTERVAL, LARGEST, OneOf("auto", hint="A number of steps is taken, too.")
+    ] = "auto"
+    at_end: bool = True
+    signals: Sequence[str] = ()
+    ignore: Sequence[str] = ()
+    ignore_until: Annotated[int | None, Range(least=0)] = None
+    allow_older: bool = False
+    on_failure: Literal["stop", "continue"] = "continue"
+    peers: Annotated[int, Range(least=0, most=1_000_000)] = 1
+
+    def __post_init__(self) -> None:
+        known = [number.name for number in SIGNALS]
+        for name in self.signals:
+            if name not in known:
+                raise ConfigError(f"checkpoint.signals: no signal {name!r}{neighbours(name, known)}")
+
+    def ignored(self, step: int) -> Sequence[str]:
+        """Return the parts not to load of a checkpoint of this step; later checkpoints are loaded fully."""
+        from worldsize.checkpoint.format import HYPERPARAMETERS  # who only composes would wait for its imports
+
+        limit = self.ignore_until
+        return [part for part in self.ignore if part == HYPERPARAMETERS or limit is None or step <= limit]
 
 
-@dataclass
-class HealthSchema:
-    """The limits beyond which a figure of a node raises an alert, and how often each node is looked at; null: no limit.
+@dataclass(frozen=True)
+class ProfileConfig:
+    """The steps that PyTorch's profiler traces.
 
     Attributes:
-        every: Seconds between two samples; 0: none.
-        memory: Share of the memory of the node or container in use.
-        swap: Bytes a second between memory and swap space.
-        disk: Share of the run folder's file system in use.
-        temperature: Degrees Celsius of a GPU.
-        network_errors: Errors of the network interfaces in a minute.
+        steps: The first and the last one, e.g. [10, 12]; None: none.
     """
 
-    every: Annotated[float, Range(least=0, most=3600, hint="it is in seconds; 0: none")] = 20.0
-    memory: Annotated[float | None, _SHARE] = 0.95
-    swap: Annotated[float | None, Range(least=0, hint="it is in bytes a second")] = 10e6
-    disk: Annotated[float | None, _SHARE] = 0.95
-    temperature: Annotated[float | None, Range(above=0, hint="it is in degrees Celsius")] = 90.0
-    network_errors: Annotated[float | None, Range(least=0)] = 60.0
+    steps: Sequence[Annotated[int, COUNT]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and not (len(self.steps) == 2 and 1 <= self.steps[0] <= self.steps[1]):
+            raise ConfigError(
+                f"profile.steps={list(self.steps)} must be the first and the last step to trace, e.g. [10,12]."
+            )
 
 
-@dataclass
-class ObserveSchema:
+@dataclass(frozen=True)
+class ObserveConfig:
     """The measurements of a run.
 
     Attributes:
         step_breakdown: Whether to measure where each step's time goes, which also finds stragglers.
         health: What is watched of each node.
+        profile: The steps that are traced.
+        listeners: Functions that create the listeners of the run, by the names used in warnings.
     """
 
     step_breakdown: bool = True
-    health: HealthSchema = field(default_factory=HealthSchema)
+    health: HealthLimits = field(default_factory=HealthLimits)
+    profile: Annotated[ProfileConfig, NO_KEY] = field(default_factory=ProfileConfig)
+    listeners: Annotated[Mapping[str, Callable[..., Listener]], NO_KEY] = field(default_factory=dict)
+
+    @property
+    def watched(self) -> HealthLimits | None:
+        """What is watched of each node; None: nothing."""
+        return self.health if self.health.every else None
 
 
-@dataclass
-class ProfileSchema:
-    """The steps that PyTorch's profiler traces.
+@dataclass(frozen=True)
+class SweepConfig:
+    """The goal of a search over configurations.
 
     Attributes:
-        steps: The first and the last one, e.g. [10, 12]; null: none.
+        metric: The metric of each run's last evaluation that the search goes by; None: runs report none.
+        direction: Whether the search minimizes or maximizes it; None: as the sweeper does by itself.
     """
 
-    steps: list[Annotated[int, Range(least=1)]] | None = None
+    metric: str | None = None
+    direction: Literal["minimize", "maximize"] | None = None
 
 
-@dataclass
-class NumericsSchema:
-    """The values of the top-level keys of the same names, as the object that a run is trained with."""
+@dataclass(frozen=True)
+class AgentsConfig:
+    """How hosts are ordered and meet, as keys of the section ``cluster``.
 
-    _target_: str = "worldsize.core.Numerics"
-    precision: str = "${precision}"
-    clip_norm: float | None = "${clip_norm}"  # type: ignore[assignment]  # an interpolation
-    nonfinite: str = "${nonfinite}"
-    compile: bool = "${compile}"  # type: ignore[assignment]
-    compile_mode: str = "${compile_mode}"
-    activation_checkpointing: str = "${activation_checkpointing}"
-    activation_offload: bool = "${activation_offload}"  # type: ignore[assignment]
-
-
-@dataclass
-class Schema:
-    """The top-level keys of a run.
-
-    ``steps``: null or left out where ``epochs`` is given.
-    ``batch_size``: samples a step over all logical ranks; null where each sample of the data is a batch already, of
-    which each logical rank takes one in a step.
-    ``lr``: null where the recipe's optimizer takes none, or sets its own.
-    ``data_workers``: processes that load data ahead of each worker; auto: as many as make its steps shorter.
-    ``schedule_metric``: the metric by which a schedule such as ReduceLROnPlateau is advanced after each evaluation.
-    ``length_balanced``: samples of similar length share a step; the data set says how long each is, by ``lengths``.
-    ``init_from``: begin with the weights of a run's checkpoint, a folder of safetensors files or a state_dict file;
-    ``init_from_strict=false``: weights that only one side has are left out.
+    Attributes:
+        port: Port at which the hosts find the first; None: one that follows from the run's id.
+        on_node_mismatch: What is done when hosts have other code or packages than the first.
+        topology: File that says which switches are above each host, a YAML or Slurm's topology.conf; it orders the
+            hosts. None: they stay in their own order.
+        placement: "near": hosts below one switch are neighbours; "spread": they are taken from the switches in turn, so
+            that the first ranks, such as parameter servers, are below all of them.
     """
 
-    steps: Annotated[int | None, _COUNT, _LARGEST] = MISSING
+    port: Annotated[int | None, PORT] = None
+    on_node_mismatch: Literal["refuse", "warn"] = "refuse"
+    topology: Annotated[Path | None, FilePath()] = None
+    placement: Literal["near", "spread"] = "near"
+
+    def switches(self) -> Topology | None:
+        """Read the file that orders the hosts; raise ConfigError if that fails."""
+        return Topology.read(self.topology, is_spread=self.placement == "spread") if self.topology else None
+
+
+@dataclass(frozen=True)
+class RateScaling:
+    """How ``lr`` follows the samples of an update, as keys of the section ``cluster``.
+
+    Attributes:
+        scale_lr: Rule by which ``lr`` follows the samples of an update where these depend on the number of workers.
+        base_batch: Samples of an update for which ``lr`` was chosen; None: ``batch_size``.
+    """
+
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    base_batch: Annotated[int | None, COUNT] = None
+
+
+@dataclass(frozen=True)
+class _ClusterConfig:
+    """The keys of the section ``cluster`` from which others are computed.
+
+    Attributes:
+        processes_per_node: It may be given instead of ``processes``.
+        environment: Whose variables place a worker that is started by hand (torchrun, openmpi, slurm, alone; auto).
+        max_memory: Bytes of memory that one process may hold before an alert says so.
+    """
+
+    processes_per_node: Annotated[int | None, Range(least=1, most=4096)] = None
+    environment: Annotated[str, OneOf("auto", *ENVIRONMENTS)] = "auto"
+    max_memory: Annotated[float | None, Range(above=0, hint="it is in bytes")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TopLevel:
+    """The sections, and the top-level keys from which others are computed.
+
+    Attributes:
+        epochs: Length of the run in place of ``steps``.
+        logical_ranks: Number of parts of a step's samples; None: as many as processes train.
+        init_from: Begin with the weights of a run's checkpoint, a folder of safetensors files or a state_dict file.
+        init_from_strict: Whether both must have the same weights; otherwise those that only one has are left out.
+        launch: Train, or only show or write the command of the scheduler.
+        allow_targets: Modules whose functions and classes a ``_target_`` may name, too.
+        faults: Faults that are planted, see docs/faults.md.
+    """
+
     epochs: Annotated[float | None, Range(above=0)] = None
-    batch_size: Annotated[int | None, _COUNT, _LARGEST] = MISSING
-    lr: Annotated[float | None, Range(least=0)] = MISSING
-    seed: int = 0
-    logical_ranks: Annotated[int | None, _COUNT, _LARGEST] = None
-    precision: str = "fp32"
-    clip_norm: Annotated[float | None, Range(above=0, finite=False, hint="null: no clipping")] = None
-    nonfinite: str = "stop"
-    compile: bool = False
-    compile_mode: str = "default"
-    activation_checkpointing: str = "none"
-    activation_offload: bool = False
-    log_every: Annotated[int, _COUNT, _LARGEST] = 10
-    evaluate_every: Annotated[int, _INTERVAL, _LARGEST] = 0
-    evaluate_batch_size: Annotated[int, _COUNT, _LARGEST] = 256
-    schedule_metric: str | None = None
-    data_workers: Annotated[int | str, _PROCESSES, OneOf("auto", hint="A number of processes is taken, too.")] = 0
-    length_balanced: bool = False
-    shuffle: ShuffleSchema = field(default_factory=ShuffleSchema)
+    logical_ranks: Annotated[int | None, COUNT, LARGEST] = None
     init_from: Annotated[str | None, FilePath()] = None
     init_from_strict: bool = True
-    launch: Annotated[str, OneOf("run", "show", "write")] = "run"
-    allow_targets: list[str] = field(default_factory=list)
-    run: RunSchema = field(default_factory=RunSchema)
-    numerics: NumericsSchema = field(default_factory=NumericsSchema)
-    cluster: ClusterSchema = field(default_factory=ClusterSchema)
-    checkpoint: CheckpointSchema = field(default_factory=CheckpointSchema)
-    ema: EMASchema = field(default_factory=EMASchema)
-    early_stopping: EarlyStoppingSchema = field(default_factory=EarlyStoppingSchema)
-    sweep: SweepSchema = field(default_factory=SweepSchema)
-    faults: list[dict[str, Any]] = field(default_factory=list)
-    evaluation: EvaluationSchema = field(default_factory=EvaluationSchema)
-    observe: ObserveSchema = field(default_factory=ObserveSchema)
-    profile: ProfileSchema = field(default_factory=ProfileSchema)
-    launcher: Any = MISSING
-    strategy: Any = MISSING
-    reproducibility: Any = MISSING
-    recipe: Any = MISSING
+    launch: Literal["run", "show", "write"] = "run"
+    allow_targets: Sequence[str] = ()
+    run: RunConfig = field(default_factory=RunConfig)
+    checkpoint: CheckpointConfig
+    ema: WeightAverage | None = None
+    early_stopping: EarlyStopping | None = None
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    faults: Sequence[Mapping[str, Any]] = ()
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    launcher: Any
+    strategy: Any
+    reproducibility: Any
+    recipe: Any
     optimizer: Any = None
     schedule: Any = None
     data: Any = None
     autoscale: Any = None
     logger: Any = None
-    listeners: dict[str, Any] = field(default_factory=dict)
+    listeners: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _schema(name: str, *kinds: type) -> type:
+    return make_dataclass(name, [key for kind in kinds for key in keys_of(kind, fields(kind))])
+
+
+def references(names: Iterable[str], section: str = "") -> list[tuple[str, Any, Any]]:
+    """Return keys of these names that take the values of the keys of the same names in ``section``."""
+    return [(name, Any, field(default=f"${{{section}{name}}}")) for name in names]
+
+
+ClusterSchema = _schema("ClusterSchema", Cluster, _ClusterConfig, AgentsConfig, RateScaling)
+_NumericsSchema = make_dataclass(
+    "NumericsSchema",
+    [("_target_", str, field(default="worldsize.core.Numerics")), *references(each.name for each in fields(Numerics))],
+)
+Schema = make_dataclass(
+    "Schema",
+    [
+        ("numerics", _NumericsSchema, field(default_factory=_NumericsSchema)),
+        ("cluster", ClusterSchema, field(default_factory=ClusterSchema)),
+    ],
+    bases=(_schema("Keys", TrainingConfig, Numerics, _TopLevel),),
+)

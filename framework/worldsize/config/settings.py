@@ -11,15 +11,19 @@ from typing import Any
 from worldsize.checkpoint.format import Retention
 from worldsize.config.cluster import check_topology, cluster_of
 from worldsize.config.instantiate import Allowed, build, check_node, check_targets
-from worldsize.config.remembering import check_remembers
-from worldsize.config.sections import (
+from worldsize.config.learning_rate import update_text
+from worldsize.config.schema import (
     AgentsConfig,
     CheckpointConfig,
     EvaluationConfig,
     ObserveConfig,
+    ProfileConfig,
+    RateScaling,
     RunConfig,
     TrainingConfig,
+    check_split,
 )
+from worldsize.config.section import typed
 from worldsize.config.shape import (
     check_activations,
     check_autoscale,
@@ -31,6 +35,7 @@ from worldsize.config.shape import (
     check_graphs,
     check_heals,
     check_reduce,
+    check_remembers,
 )
 from worldsize.core import (
     AgentLauncher,
@@ -39,6 +44,7 @@ from worldsize.core import (
     Cluster,
     ConfigError,
     Dealing,
+    HealthLimits,
     Launcher,
     LaunchMethod,
     Listener,
@@ -51,9 +57,10 @@ from worldsize.core import (
     metric_key,
     split_of,
 )
+from worldsize.core.sections import WeightAverage
 from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.permutation import Shuffle
 from worldsize.record.determinism import Determinism
-from worldsize.train.averaging import WeightAverage
 from worldsize.train.early_stopping import EarlyStopping
 from worldsize.train.faults import Faults
 from worldsize.train.fit import LoopConfig
@@ -64,11 +71,39 @@ AnyLauncher = Launcher | AgentLauncher | BatchLauncher
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunShape:
+    """The processes of a run and how they agree: what is known of it before its recipe."""
+
+    run: RunConfig
+    cluster: Cluster
+    strategy: Strategy
+    determinism: Determinism
+    launcher: AnyLauncher
+    roles: Mapping[str, Role]
+    logical_ranks: int
+    rate_scaling: RateScaling
+
+    @property
+    def heals(self) -> bool:
+        """Whether the processes that train go on without those that die."""
+        return heals(self.roles)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run trains, and neither evaluates a checkpoint nor examines its cluster."""
+        return self.run.evaluates is None and self.run.examine is None
+
+    @property
+    def excludes_slow(self) -> bool:
+        """Whether the run moves to another job, without a host on which a rank is slow."""
+        return isinstance(self.launcher, BatchLauncher) and self.launcher.exclude_slow
+
+
+@dataclass(frozen=True)
+class Settings(RunShape):
     """One run's values and objects; building them touches no device, process group or file."""
 
     config: Mapping[str, Any]  # the whole resolved mapping, to be recorded
-    run: RunConfig
     training: TrainingConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
@@ -77,21 +112,10 @@ class Settings:
     initial: InitialWeights | None  # initial weights of a new run; None: random
     observe: ObserveConfig
     agents: AgentsConfig
-    cluster: Cluster
     numerics: Numerics
-    strategy: Strategy
     recipe: Recipe
-    determinism: Determinism
-    roles: Mapping[str, Role]
-    launcher: AnyLauncher
     faults: Faults
-    logical_ranks: int
     autoscaler: Autoscaler | None  # changes the number of processes; None: only people do
-
-    @property
-    def excludes_slow(self) -> bool:
-        """Whether the run moves to another job, without a host on which a rank is slow."""
-        return isinstance(self.launcher, BatchLauncher) and self.launcher.exclude_slow
 
     @property
     def loop(self) -> LoopConfig:
@@ -110,17 +134,16 @@ class Settings:
             stop_on_nonfinite=self.numerics.nonfinite == "stop",
         )
 
-    @property
-    def heals(self) -> bool:
-        """Whether the processes that train go on without those that die."""
-        return heals(self.roles)
-
     def plan(self, folder: Path) -> Plan:
         """Return what a launcher needs to start this run, or this examination, in ``folder``."""
         variables = self.determinism.variables()
         ranks, policy = self.logical_ranks, self.autoscaler
-        health = None if self.run.examine or self.run.evaluates else self.observe.health
+        health = self.observe.watched if self.trains else None
         return Plan(folder, self.cluster, self.roles, variables, logical_ranks=ranks, autoscaler=policy, health=health)
+
+    def update_text(self) -> str:
+        """Say how many samples an update has, and which learning rate."""
+        return update_text(self, self.training.lr, batch_size=self.training.batch_size)
 
     def among(self, processes: int) -> Settings:
         """Return the settings of a gang that has ``processes`` members from now on."""
@@ -142,48 +165,66 @@ class Settings:
         own_ranks = logical_ranks_of(rank, size, self.logical_ranks, dealing)
         training = self.training
         ranks, balanced = self.logical_ranks, training.length_balanced
-        return Order(training.seed, training.batch_size, ranks, own_ranks, balanced, training.shuffle)
+        shuffle = Shuffle(**vars(training.shuffle))
+        return Order(training.seed, training.batch_size, ranks, own_ranks, balanced, shuffle)
 
 
-def load_settings(config: Mapping[str, Any]) -> Settings:
-    """Build and check everything that ``config`` describes.
+def load_shape(config: Mapping[str, Any]) -> RunShape:
+    """Build and check what ``config`` says of the processes.
 
     Raises:
         ConfigError: a value, a relation between values, or a target that cannot run.
     """
     allowed = _allowed(config)
     check_targets(config, allowed)
-    training = TrainingConfig.of(config)
-    keep = build(config["checkpoint"]["keep"], Retention, allowed=allowed, key="checkpoint.keep")
-    checkpoint = CheckpointConfig.of(config["checkpoint"], keep)
     determinism = build(config["reproducibility"], Determinism, allowed=allowed, key="reproducibility")
-    cluster = cluster_of(config["cluster"], determinism.threads, training.data_workers)
-    observe = ObserveConfig.of(config, _listeners(config, allowed), cpus=cluster.cpus_per_node)
+    cluster = cluster_of(config["cluster"], determinism.threads, config["data_workers"])
     strategy = build(config["strategy"], Strategy, allowed=allowed, key="strategy")  # type: ignore[type-abstract]
     check_reduce(strategy)
     check_backend(cluster.backend)  # the strategy's module may have registered it
-    _check_groups(config, allowed)
-    exact = determinism.exact_mode
-    numerics = _numerics(config, strategy, cluster, exact=exact)
-    run = RunConfig.of(config["run"])
+    run = typed(RunConfig, config["run"])
     launcher = launcher_of(config["launcher"], config)
-    roles, logical_ranks = _roles(config, run, strategy, cluster)
-    if not run.examine:
+    if run.examine:  # all processes take part in it, more than the strategy may take if there are spare nodes
+        roles: Mapping[str, Role] = {"worker": Role(cluster.processes)}
+        logical_ranks = cluster.processes
+    else:
+        roles = strategy.roles(cluster)
         check_heals(roles, cluster, launcher)
+        logical_ranks = config.get("logical_ranks") or strategy.data_parallel(cluster) * strategy.default_micro_batches
     check_topology(config["cluster"].get("topology"), launcher)
-    check_copies(roles, strategy, checkpoint.peers)
-    if run.evaluates is None and not run.examine:
-        parts = strategy.data_parallel(cluster)
+    scaling = typed(RateScaling, config["cluster"])
+    return RunShape(run, cluster, strategy, determinism, launcher, roles, logical_ranks, scaling)
+
+
+def load_settings(config: Mapping[str, Any], shape: RunShape | None = None) -> Settings:
+    """Build and check everything that ``config`` describes; ``shape`` is what it says of the processes, if it is known.
+
+    Raises:
+        ConfigError: a value, a relation between values, or a target that cannot run.
+    """
+    shape = shape or load_shape(config)
+    cluster, strategy, logical_ranks = shape.cluster, shape.strategy, shape.logical_ranks
+    allowed = _allowed(config)
+    training = typed(TrainingConfig, config, schedule_metric=_canonical(config.get("schedule_metric")))
+    keep = build(config["checkpoint"]["keep"], Retention, allowed=allowed, key="checkpoint.keep")
+    checkpoint = typed(CheckpointConfig, config["checkpoint"], keep=keep)
+    observe = _observe(config, _listeners(config, allowed), cluster)
+    _check_groups(config, allowed)
+    exact = shape.determinism.exact_mode
+    numerics = _numerics(config, strategy, cluster, exact=exact)
+    check_copies(shape.roles, strategy, checkpoint.peers)
+    parts = strategy.data_parallel(cluster) if shape.trains else 1
+    if shape.trains:
         check_divisible(logical_ranks, workers=parts, batch=training.batch_size)
         strategy.check_micro_batches(logical_ranks // parts)
-    autoscaler = None if run.examine else _autoscaler(config, roles, cluster, logical_ranks)
+    autoscaler = None if shape.run.examine else _autoscaler(config, shape.roles, cluster, logical_ranks)
     recipe, initial = _with_initial(recipe_of(config), config)
-    if run.evaluates is None and not run.examine:
-        check_remembers(recipe, roles, launcher, exact=exact)
+    if shape.trains:
+        check_remembers(recipe, shape.roles, shape.launcher, exact=exact)
         check_graphs(numerics, cluster, logical_ranks // parts, recipe)
     return Settings(
+        **vars(shape),
         config=config,
-        run=run,
         training=training,
         evaluation=_evaluation(config, recipe, keep),
         checkpoint=checkpoint,
@@ -191,16 +232,10 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         initial=initial,
         early_stopping=_early_stopping(config["early_stopping"], training),
         observe=observe,
-        agents=AgentsConfig.of(config["cluster"]),
-        cluster=cluster,
+        agents=_agents(config["cluster"]),
         numerics=numerics,
-        strategy=strategy,
         recipe=recipe,
-        determinism=determinism,
-        roles=roles,
-        launcher=launcher,
         faults=Faults.parsed(config["faults"]),
-        logical_ranks=logical_ranks,
         autoscaler=autoscaler,
     )
 
@@ -218,18 +253,6 @@ def _numerics(config: Mapping[str, Any], strategy: Strategy, cluster: Cluster, *
     return numerics
 
 
-def _roles(
-    config: Mapping[str, Any], run: RunConfig, strategy: Strategy, cluster: Cluster
-) -> tuple[Mapping[str, Role], int]:
-    """Return the roles and the number of logical ranks.
-
-    All processes take part in an examination, more than the strategy may take if there are spare nodes.
-    """
-    if run.examine:
-        return {"worker": Role(cluster.processes)}, cluster.processes
-    return strategy.roles(cluster), _wanted_ranks(config, strategy, cluster)
-
-
 def _autoscaler(
     config: Mapping[str, Any], roles: Mapping[str, Role], cluster: Cluster, logical_ranks: int
 ) -> Autoscaler | None:
@@ -242,7 +265,9 @@ def _autoscaler(
 
 
 def _evaluation(config: Mapping[str, Any], recipe: Recipe, keep: Retention) -> EvaluationConfig:
-    evaluation = EvaluationConfig.of(config["evaluation"], recipe.splits())
+    evaluation = typed(EvaluationConfig, config["evaluation"])
+    for split in evaluation.splits:
+        check_split(split, recipe.splits(), key="evaluation.splits")
     evaluation.check_metric(keep.best, key="checkpoint.keep.best")
     evaluation.check_metric(config.get("schedule_metric"), key="schedule_metric")
     for group in ("early_stopping", "sweep"):
@@ -266,19 +291,35 @@ def _average(node: Mapping[str, Any], strategy: Strategy) -> WeightAverage | Non
             f"ema.decay={node['decay']}: {type(strategy).__name__} has no weights that all ranks agree on after each "
             "update, or servers have them. Set ema.decay=null, or a strategy such as ddp or fsdp."
         )
-    return WeightAverage(node["decay"], node["every"], node["warmup"])
+    return typed(WeightAverage, node)
 
 
 def _early_stopping(node: Mapping[str, Any], training: TrainingConfig) -> EarlyStopping | None:
     if node["metric"] is None:
         return None
-    if not training.evaluate_every:
-        raise ConfigError(
-            f"early_stopping.metric={node['metric']}: the run is evaluated at its end only. "
-            "Set evaluate_every to the steps between two evaluations."
-        )
-    metric = metric_key(*split_of(node["metric"]))
-    return EarlyStopping(metric, node["direction"], node["patience"], node["min_delta"])
+    training.check_evaluates("early_stopping.metric", node["metric"])
+    return typed(EarlyStopping, node, metric=_canonical(node["metric"]))
+
+
+def _canonical(metric: str | None) -> str | None:
+    """Return the metric's name as metrics.jsonl has it: ``loss`` for "test/loss"."""
+    return None if metric is None else metric_key(*split_of(metric))
+
+
+def _observe(
+    config: Mapping[str, Any], listeners: Mapping[str, Callable[..., Listener]], cluster: Cluster
+) -> ObserveConfig:
+    node = config["observe"]
+    process_memory, cpus = config["cluster"].get("max_memory"), cluster.cpus_per_node
+    health = typed(HealthLimits, node.get("health", {}), process_memory=process_memory, cpus=cpus)
+    return typed(
+        ObserveConfig, node, health=health, profile=typed(ProfileConfig, config["profile"]), listeners=listeners
+    )
+
+
+def _agents(cluster: Mapping[str, Any]) -> AgentsConfig:
+    """Return how agents meet; hosts that the configuration names are in order already."""
+    return typed(AgentsConfig, cluster, **({"topology": None} if "hosts" in cluster else {}))
 
 
 def _listeners(config: Mapping[str, Any], allowed: Allowed) -> Mapping[str, Callable[..., Listener]]:
@@ -324,17 +365,3 @@ def _check_groups(config: Mapping[str, Any], allowed: Allowed) -> None:
     for group in ("optimizer", "schedule", "data"):
         if (node := config[group]) and any(node == value for value in config["recipe"].values()):
             check_node(node, allowed=allowed, key=group)
-
-
-def logical_ranks_wanted(config: Mapping[str, Any]) -> int:
-    """Return the number of logical ranks of the run that ``config`` describes, without checking its batch.
-
-    Raises:
-        ConfigError: the strategy cannot be built, or cannot run on this cluster.
-    """
-    strategy = build(config["strategy"], Strategy, allowed=_allowed(config), key="strategy")  # type: ignore[type-abstract]
-    return _wanted_ranks(config, strategy, cluster_of(config["cluster"], threads=None))
-
-
-def _wanted_ranks(config: Mapping[str, Any], strategy: Strategy, cluster: Cluster) -> int:
-    return config.get("logical_ranks") or strategy.data_parallel(cluster) * strategy.default_micro_batches

@@ -1,14 +1,27 @@
-"""Determines the processes of a cluster from the configuration and the machine, and checks that they fit."""
+"""Determines the processes of a cluster from the configuration and the machine, and checks that the run fits them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from worldsize.core import Autoscaler, Cluster, LaunchMethod, MultiUpdateRecipe, Numerics, Recipe, Role, Strategy
+from worldsize.core import (
+    Autoscaler,
+    Cluster,
+    LaunchMethod,
+    MultiUpdateRecipe,
+    Numerics,
+    Recipe,
+    Role,
+    Strategy,
+    saves_state,
+)
 from worldsize.devices import backend_for, backend_names
 from worldsize.errors import ConfigError, neighbours
 from worldsize.world.roles import block_of, heals
+
+_logger = logging.getLogger(__name__)
 
 _MOST_SAMPLES = 10**8  # of a micro-batch: the objects of so many fill the memory of the largest machines
 
@@ -269,3 +282,41 @@ def check_divisible(total: int, *, workers: int, batch: int) -> None:
             f"batch_size={batch:,}: each of {total} logical ranks would take {batch // total:,} samples at once, more "
             f"than a machine holds. Set batch_size={total * _MOST_SAMPLES:,} or less."
         )
+
+
+def check_remembers(recipe: Recipe, roles: Mapping[str, Role], launcher: LaunchMethod, *, exact: str | None) -> None:
+    """Raise ConfigError if processes may start again or heal, and the recipe keeps values that no checkpoint has.
+
+    ``exact``: the reproducibility mode if it promises bits.
+    """
+    if not recipe.remembers or saves_state(recipe):
+        return
+    fact = f"{type(recipe).__name__} keeps values from step to step (remembers = True), which no checkpoint has"
+    if heals(roles):
+        raise ConfigError(
+            f"strategy.on_failure=heal: {fact}, and they are lost with a process. Define its methods state and "
+            "load_state, or set strategy.on_failure=restart."
+        )
+    if exact and launcher.max_restarts:
+        raise ConfigError(
+            f"launcher.max_restarts={launcher.max_restarts}: {fact}: a restart would train other weights, and "
+            f"reproducibility={exact} promises the same. Define its methods state and load_state, set "
+            "launcher.max_restarts=0, or set reproducibility=seeded."
+        )
+
+
+def check_resumes(recipe: Recipe, step: int, *, exact: str | None) -> None:
+    """Warn if a run resumes after ``step`` without values that its recipe has kept, or raise ConfigError if ``exact``.
+
+    ``exact``: the reproducibility mode if it promises bits.
+    """
+    if not recipe.remembers or saves_state(recipe) or step == 0:
+        return
+    kind = type(recipe).__name__
+    fact = f"{kind} keeps values from step to step (remembers = True), and the checkpoint of step {step} lacks them"
+    if exact:
+        raise ConfigError(
+            f"{fact}: the run would train other weights, and reproducibility={exact} promises the same. Define its "
+            "methods state and load_state and train it again, or set reproducibility=seeded."
+        )
+    _logger.warning("%s: it begins anew. Define its methods state and load_state.", fact)

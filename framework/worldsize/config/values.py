@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import AnyNode, DictConfig, IntegerNode, ListConfig, OmegaConf, StringNode, UnionNode
 from omegaconf.errors import OmegaConfBaseException
 
-from worldsize.config.overrides import key_of
+from worldsize.config.arguments import key_of
 from worldsize.config.schema import Schema
 from worldsize.config.search_path import main_conf
 from worldsize.errors import ConfigError

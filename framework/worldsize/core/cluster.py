@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Annotated, Any, Literal, final
+
+from worldsize.core.limits import COUNT, NO_KEY, SECONDS, SHARE, Key, Range
 
 if TYPE_CHECKING:
     import torch
@@ -34,10 +36,10 @@ class Link:
             FAST 2008).
     """
 
-    bandwidth: float
-    latency: float
-    gap: float = 0.0
-    incast: float = 1.0
+    bandwidth: Annotated[float, Range(above=0, hint="it is in bytes a second")]
+    latency: Annotated[float, Range(least=0, hint="it is in seconds")]
+    gap: Annotated[float, Range(least=0, hint="it is in seconds")] = 0.0
+    incast: Annotated[float, SHARE] = 1.0
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class Spot:
         price_per_hour: Price of one node for an hour, in the currency of the cluster's; None: not known.
     """
 
-    mtbf_hours: float
-    price_per_hour: float | None = None
+    mtbf_hours: Annotated[float, Range(above=0), Key(default=None)]
+    price_per_hour: Annotated[float | None, Range(least=0)] = None
 
 
 @dataclass(frozen=True)
@@ -70,42 +72,45 @@ class Cluster:
         hca: InfiniBand adapters that NCCL may use (NCCL_IB_HCA).
         links: Links by tier: "device", "node", those of ``tiers``, "network".
         tiers: Tiers between a node and the network, the innermost first: nodes of one unit by the tier's name, such as
-            {"rack": 16, "pod": 64}. The nodes of a unit are consecutive.
+            {"rack": 16, "pod": 64}. The nodes of a unit are consecutive. The key takes a mapping, too: ``nodes`` and
+            the keys of a link.
         device_memory: Bytes that one process may use, for planning; None: the memory of this machine.
         price_per_hour: Price of one node for an hour, in any currency, for planning.
-        mtbf_hours: Mean hours between two failures of one node; None: not known.
+        mtbf_hours: Mean hours between two failures of one node, for planning and ``checkpoint.every=auto``; None: not
+            known.
         peak_flops: Dense operations a second of one process's device, for the MFU; None: that of a known GPU.
         debug: Whether NCCL and torch tell what they do, in the logs of the processes.
         spot_market: What nodes of this kind cost and how often they fail on the spot market; None: not known.
         min_processes: Least processes with which a run that heals goes on; None: 1.
         spares: Further processes of a run that heals, which wait to take the places of those that die.
-        spare_nodes: Further nodes of such a run, whose processes wait to take the places of those of a lost node.
+        spare_nodes: Further nodes of such a run, whose processes wait to take the places of those of a lost node; of
+            ``hosts`` they are the last.
         pin: Whether a process keeps to the cores and the memory of a NUMA node ("numa") or to a part of these that is
-            its own ("exclusive"); "auto": as "numa" where that helps.
+            its own ("exclusive"); "auto": as "numa" where a machine has several such nodes.
     """
 
     name: str
-    nodes: int
-    processes: int
-    device: str
-    backend: str
-    threads: int | None = None
-    cpus_per_process: int = 1
-    timeout: float = 600.0
+    nodes: Annotated[int, Range(least=1, most=1_000_000), Key(default=1)]
+    processes: Annotated[int, Range(most=1_000_000), Key(default=None)]
+    device: Annotated[str, Key(str | None, default="cpu")]
+    backend: Annotated[str, Key(default=None)]
+    threads: Annotated[int | None, Range(least=1, most=4096)] = None
+    cpus_per_process: Annotated[int, NO_KEY] = 1
+    timeout: Annotated[float, SECONDS] = 600.0
     interface: str | None = None
     hca: str | None = None
     links: Mapping[str, Link] = field(default_factory=dict)
-    tiers: Mapping[str, int] = field(default_factory=dict)
-    device_memory: float | None = None
-    price_per_hour: float | None = None
-    mtbf_hours: float | None = None
+    tiers: Annotated[Mapping[str, int], Key(dict[str, Any])] = field(default_factory=dict)
+    device_memory: Annotated[float | None, Range(above=0, hint="it is in bytes")] = None
+    price_per_hour: Annotated[float | None, Range(least=0)] = None
+    mtbf_hours: Annotated[float | None, Range(above=0)] = None
     spot_market: Spot | None = None
-    min_processes: int | None = None
-    spares: int = 0
-    spare_nodes: int = 0
-    peak_flops: float | None = None
+    min_processes: Annotated[int | None, COUNT] = None
+    spares: Annotated[int, Range(least=0, most=256)] = 0
+    spare_nodes: Annotated[int, Range(least=0, most=256)] = 0
+    peak_flops: Annotated[float | None, Range(above=0, hint="it is in operations a second")] = None
     debug: bool = False
-    pin: Pinning = "none"
+    pin: Annotated[Pinning, Key(default="auto")] = "none"
 
     @property
     def processes_per_node(self) -> int:

@@ -144,6 +144,25 @@ class FilePath(Limit):
         return "holds a NUL character, which no path can. Leave it out." if "\0" in str(value) else None
 
 
+@final
+class Key:
+    """Describes the key of a field whose type or default differs from the field's, as its value is computed then.
+
+    Args:
+        kind: type of the key; default: that of the field.
+        default: default of the key; ``...``: that of the field.
+    """
+
+    def __init__(self, kind: Any = None, *, default: Any = ...) -> None:
+        self.kind, self.default = kind, default
+
+
+NO_KEY = Key()
+"""Marks a field that is computed, and no key of the configuration."""
+
+COUNT = Range(least=1)
+LARGEST = Range(most=2**63 - 1)  # what tensors and other languages take
+SHARE = Range(above=0, most=1)
 SECONDS = Range(above=0, most=10**9, hint="it is in seconds")
 GRACE = Range(least=0, most=10**9, hint="it is in seconds")
 MEBIBYTES = Range(above=0, most=2**20, hint="it is in MiB")

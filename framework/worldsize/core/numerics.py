@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
+from worldsize.core.limits import Range
 from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:  # torch takes seconds
@@ -35,7 +36,7 @@ class Numerics:
     """
 
     precision: Precision = "fp32"
-    clip_norm: float | None = None
+    clip_norm: Annotated[float | None, Range(above=0, finite=False, hint="null: no clipping")] = None
     nonfinite: Nonfinite = "stop"
     compile: bool = False
     compile_mode: CompileMode = "default"

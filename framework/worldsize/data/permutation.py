@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, final
+from typing import final
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worldsize.core import Range
+from worldsize.core.sections import ShuffleConfig
 from worldsize.record.determinism import stream
 
 ORDER = 3
@@ -109,22 +109,13 @@ Numbers = NDArray[numpy.int64]
 
 @final
 @dataclass(frozen=True)
-class Shuffle:
+class Shuffle(ShuffleConfig):
     """Decides how far a sample may move from its neighbours, in one epoch.
 
     With blocks, an epoch reads the storage in runs of ``block`` samples, from ``window`` places at a time: blocks are
     permuted, then the samples within each window of blocks. Where blocks begin is drawn anew for each epoch. Any place
     is computed by itself, with no memory for the others.
-
-    Args:
-        enabled: whether samples are permuted at all; they keep the order of the data otherwise.
-        block: samples that are neighbours in the data and stay close; 1: each sample goes anywhere.
-        window: blocks whose samples are mixed.
     """
-
-    enabled: bool = True
-    block: Annotated[int, Range(least=1)] = 1
-    window: Annotated[int, Range(least=1)] = 64
 
     def span(self, seed: int, length: int, places: range) -> Tensor:
         """Return the indices, int64 [places], that stand at neighbouring ``places`` of an epoch of ``length`` samples.

@@ -19,10 +19,9 @@ from worldsize.checkpoint.weights import source_of
 from worldsize.collectives.cluster_cost import crossings_text
 from worldsize.config.compose import choices, is_sweep
 from worldsize.config.composed import check_effects, lengths_of, settings_of
-from worldsize.config.learning_rate import update_text
 from worldsize.config.objective import Trial, is_search, value_of
-from worldsize.config.remembering import check_resumes
 from worldsize.config.settings import Settings
+from worldsize.config.shape import check_resumes
 from worldsize.core import (
     AgentLauncher,
     BatchLauncher,
@@ -188,7 +187,7 @@ def _start(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractCo
 
     ``record`` is opened if this process starts the attempts; jobs and agents record their own, under their own lock.
     """
-    print(update_text(settings), flush=True)
+    print(settings.update_text(), flush=True)
     try:
         with writing(run):
             return _started(settings, plan, run, record)
@@ -224,7 +223,7 @@ def _show(plans: Sequence[Plan], settings: Settings) -> int:
         launcher.check(cluster)
     except ConfigError as error:
         _logger.warning("this would be refused here: %s", error)
-    notes = [update_text(settings), crossings_text(cluster, settings.strategy.groups(cluster))]
+    notes = [settings.update_text(), crossings_text(cluster, settings.strategy.groups(cluster))]
     shown = launcher.describe_all(plans) if isinstance(launcher, BatchLauncher) else launcher.describe(plans[0])
     print(shown, *(f"# {note}" for note in notes if note), sep="\n")  # comments in scripts
     return 0

@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from worldsize.config.arguments import key_of
 from worldsize.config.command_line import GROUPS
 from worldsize.config.compose import assigned, choices
 from worldsize.config.instantiate import ALLOWED, Allowed, check_targets, targets_of
-from worldsize.config.overrides import key_of
 from worldsize.config.search_path import Plugin, bundle, folders_of, installed, main_conf, used
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import ask, printable

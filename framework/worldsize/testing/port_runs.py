@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import Batch, Dealing, MicroBatch, Numerics, Recipe, Replica, RunContext, World
+from worldsize.core.sections import WeightAverage
 from worldsize.data.batches import collate_of
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
@@ -20,7 +21,7 @@ from worldsize.record.determinism import seed_generators, stream
 from worldsize.strategies.optimizer_checks import refuse_closures
 from worldsize.strategies.schedules import check_metric
 from worldsize.strategies.synchronous import alone, train_state_of
-from worldsize.train.averaging import AveragedReplica, WeightAverage
+from worldsize.train.averaging import AveragedReplica
 
 Reference = Callable[[nn.Module, Iterator[Batch]], Iterable[Any]]  # yields losses, and may return a model
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -12,35 +11,8 @@ from torch import Tensor
 
 from worldsize.collectives.per_rank import local
 from worldsize.collectives.step_timer import phase
-from worldsize.core import ConfigError, EvaluationBatches, MicroBatch, Replica, StateDict, StepResult
-
-
-@final
-@dataclass(frozen=True)
-class WeightAverage:
-    """An exponential moving average: after a step, average ← decay · average + (1 - decay) · weights.
-
-    Attributes:
-        decay: Factor of the average in each averaging, 0 to 1.
-        every: Number of steps between two averagings, not counting skipped steps.
-        warmup: Whether to limit the decay of the n-th averaging (n from 0) to (1 + n) / (10 + n), so that the average
-            soon forgets the first weights. Source: TensorFlow's ExponentialMovingAverage.
-    """
-
-    decay: float
-    every: int = 1
-    warmup: bool = False
-
-    def __post_init__(self) -> None:
-        if self.decay >= 1 and not self.warmup:
-            raise ConfigError(
-                f"ema.decay={self.decay} never averages: the average stays at its first weights. Set "
-                "ema.decay=0.999 or another number below 1, or ema.decay=null for no average."
-            )
-
-    def decay_after(self, averagings: int) -> float:
-        """Return the decay factor of the next averaging, after ``averagings`` earlier ones."""
-        return min(self.decay, (1 + averagings) / (10 + averagings)) if self.warmup else self.decay
+from worldsize.core import EvaluationBatches, MicroBatch, Replica, StateDict, StepResult
+from worldsize.core.sections import WeightAverage
 
 
 @final

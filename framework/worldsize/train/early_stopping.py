@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Annotated, Literal, final
 
+from worldsize.core.limits import COUNT, LARGEST, Key, Range
 from worldsize.errors import ConfigError, neighbours
 
 Evaluations = Sequence[tuple[int, Mapping[str, float]]]
@@ -18,12 +19,18 @@ class EarlyStopping:
     """Ends a run after ``patience`` consecutive evaluations whose ``metric`` is not better than the best before them.
 
     A value is better if it improves by more than ``min_delta`` in ``direction``. NaN is never better.
+
+    Attributes:
+        metric: The metric that has to improve; null in the configuration: the run does not end early.
+        direction: Whether a smaller (min) or a larger (max) metric is better.
+        patience: Evaluations without an improvement after which the run ends.
+        min_delta: Least difference that counts as an improvement.
     """
 
-    metric: str
-    direction: Literal["max", "min"] = "min"
-    patience: int = 3
-    min_delta: float = 0.0
+    metric: Annotated[str, Key(default=None)]
+    direction: Literal["min", "max"] = "min"
+    patience: Annotated[int, COUNT, LARGEST] = 3
+    min_delta: Annotated[float, Range(least=0)] = 0.0
 
     def reason(self, evaluations: Evaluations) -> str | None:
         """Return why the run ends after these evaluations; None: it continues.

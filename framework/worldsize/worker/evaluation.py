@@ -13,7 +13,7 @@ import torch
 
 from worldsize.checkpoint.format import read
 from worldsize.checkpoint.load import load
-from worldsize.config.sections import TrainingConfig
+from worldsize.config.schema import TrainingConfig
 from worldsize.config.settings import Settings
 from worldsize.core import EvaluationBatch, EvaluationBatches, Replica, World, metric_key, split_of
 from worldsize.data.batches import collate_of, is_iterable

@@ -114,7 +114,7 @@ class HealingMember:
                 if before is not None or membership.members != tuple(range(self._settings.roles[world.role].processes)):
                     step = carried.progress.step if carried.progress else 0
                     changed = _changed(membership, before, step, time.perf_counter() - begun)
-                    self._tell(replace(changed, update_samples=update_samples(settings)))
+                    self._tell(replace(changed, update_samples=update_samples(settings, settings.training.batch_size)))
                 before = membership
                 return self._trained(settings, world, replica, carried)
             except Exception as error:

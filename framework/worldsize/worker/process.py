@@ -152,7 +152,7 @@ def play(run: RunDirectory, placement: Placement, channel: MembershipChannel | N
 
 def _health_watched(settings: Settings, run: RunDirectory, placement: Placement) -> AbstractContextManager[object]:
     """Watch this node if no launching process does, as for processes that torchrun, srun or mpirun has started."""
-    limits, has_launcher = settings.observe.health, placement.heartbeat is not None
+    limits, has_launcher = settings.observe.watched, placement.heartbeat is not None
     if limits is None or has_launcher or placement.local_rank:
         return nullcontext()
     return HealthProcess(run.path, limits, node=placement.node_rank, root=os.getppid())

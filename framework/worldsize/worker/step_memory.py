@@ -13,7 +13,7 @@ from torch import Tensor
 from worldsize.checkpoint.format import RECIPE_STATES, Checkpoint
 from worldsize.checkpoint.load import read_tensors
 from worldsize.collectives.exact import gather_tensors
-from worldsize.config.remembering import check_resumes
+from worldsize.config.shape import check_resumes
 from worldsize.core import ConfigError, Recipe, Strategy, World, saves_state
 from worldsize.data.order import Order
 from worldsize.data.stream_state import decode, encode

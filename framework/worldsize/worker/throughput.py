@@ -64,7 +64,7 @@ class Throughput:
     def __init__(self, settings: Settings, world: World) -> None:
         self._recipe = settings.recipe
         self._samples = settings.training.batch_size / settings.logical_ranks  # of a micro-batch
-        self._update_samples = update_samples(settings)
+        self._update_samples = update_samples(settings, settings.training.batch_size)
         self._tokens = settings.recipe.tokens_per_sample()
         peak = _peak(settings, world) if world.rank == 0 else None
         self._peak = peak * settings.cluster.processes if peak else None

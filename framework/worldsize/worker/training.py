@@ -218,10 +218,10 @@ class Training:
         )
         timer = StepTimer(world.device) if settings.observe.step_breakdown else None
         watched = settings.faults.within(self._watched(throughput.counting(batches), first.step, heartbeat), first.step)
-        if settings.observe.profiled:
+        if span := settings.observe.profile.steps:
             trace = self._run.profile(world.rank)
             make_folder_of(trace, self._run)
-            watched = traced(watched, trace, first=first.step, span=settings.observe.profiled, device=world.device)
+            watched = traced(watched, trace, first=first.step, span=(span[0], span[1]), device=world.device)
         with closing(watched), timer.opened() if timer else nullcontext():
             return fit(
                 self._replica,

@@ -11,7 +11,7 @@ from warnings import catch_warnings, simplefilter
 import numpy as np
 from numpy.typing import NDArray
 
-from worldsize.config.overrides import key_of
+from worldsize.config.arguments import key_of
 from worldsize.core import spoken_name
 from worldsize.errors import WorldsizeError
 from worldsize.observe.report.read import Line, Record, column, read_run

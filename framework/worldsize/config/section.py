@@ -1,0 +1,154 @@
+"""Derives the keys of a section from its dataclass, and builds the dataclass from the resolved section.
+
+A frozen dataclass is the only place that lists the keys of a section: their types, defaults, limits
+(:mod:`worldsize.core.limits`) and meaning. OmegaConf checks typed words against plain types, so that
+:func:`schema_of` makes a dataclass of these. :func:`typed` goes the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Optional, TypeVar, Union, cast, get_args, get_origin
+
+from omegaconf import MISSING as REQUIRED
+
+from worldsize.core.limits import NO_KEY, Key, Limit, OneOf, hints_of
+
+T = TypeVar("T")
+_PLAIN = (bool, int, float, str)
+
+
+@cache
+def schema_of(kind: type) -> type:
+    """Return the dataclass by which OmegaConf checks a section whose keys are the fields of ``kind``."""
+    return make_dataclass(f"{kind.__name__}Schema", keys_of(kind, fields(kind)))
+
+
+def keys_of(kind: type, chosen: Iterable[Field[Any]]) -> list[tuple[str, Any, Any]]:
+    """Return name, annotation and default of the keys of ``chosen`` fields of ``kind``."""
+    hints = hints_of(kind)
+    keys = [(each, hints.get(each.name, Any)) for each in chosen if each.init]  # Any: a type that is imported later
+    return [(each.name, _checked(each, hint), _default(each, hint)) for each, hint in keys if _key(hint) is not NO_KEY]
+
+
+def _key(hint: Any) -> Key | None:
+    marks = getattr(hint, "__metadata__", ())
+    return next((mark for mark in marks if isinstance(mark, Key)), None)
+
+
+def _checked(option: Field[Any], hint: Any) -> Any:
+    """Return the plain type of a field's key, with its limits."""
+    key = _key(hint)
+    kind = plain_type(hint if key is None or key.kind is None else key.kind)
+    if key is not None and key.default is None and kind is not Any:
+        kind = Optional[kind]  # noqa: UP045 - of a type made at run time
+    return _limited(kind, hint)
+
+
+def _limited(kind: Any, hint: Any) -> Any:
+    """Return ``kind`` with the limits of ``hint``: those of its annotation, or the words that it lists."""
+    limits = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Limit)]
+    bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if (words := _words(bare)) and not limits:
+        limits = [OneOf(*words)]
+    return Annotated[kind, *limits] if limits else kind
+
+
+def _words(hint: Any) -> Sequence[str]:
+    """Return the words that an annotation allows, if it allows no other text."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if str in options:
+        return ()
+    return [word for each in options if get_origin(each) is Literal for word in get_args(each) if isinstance(word, str)]
+
+
+def _default(option: Field[Any], hint: Any) -> Any:
+    """Return the default of a field's key as new plain containers."""
+    if (section := _section(hint)) is not None:
+        return field(default_factory=schema_of(section))
+    key = _key(hint)
+    if key is not None and key.default is not ...:
+        return field(default=key.default)
+    if option.default is MISSING and option.default_factory is MISSING:
+        return field(default=REQUIRED)
+    value = option.default if option.default_factory is MISSING else option.default_factory()
+    if isinstance(value, Mapping):
+        return field(default_factory=lambda: dict(value))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return field(default_factory=lambda: list(value))
+    return field(default=str(value) if isinstance(value, Path) else value)
+
+
+def _section(hint: Any) -> type | None:
+    """Return the dataclass of an annotation that stands for a section, which is never null."""
+    if get_origin(hint) is Annotated:
+        return None if (key := _key(hint)) and key.kind else _section(get_args(hint)[0])
+    options = [each for each in get_args(hint) if each is not NoneType] if isinstance(hint, UnionType) else [hint]
+    return options[0] if len(options) == 1 and isinstance(options[0], type) and is_dataclass(options[0]) else None
+
+
+def plain_type(hint: Any) -> Any:
+    """Return the type that OmegaConf can check for an annotation; the rest is checked when the object is built."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return plain_type(arguments[0])
+    if (section := _section(hint)) is not None:
+        return schema_of(section)
+    if origin in (Union, UnionType):
+        return _plain_union(arguments)
+    if origin is Literal and len({type(each) for each in arguments}) == 1:
+        return type(arguments[0])
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return dict[str, _limited(plain_type(arguments[1]), arguments[1])]  # type: ignore[misc]  # made at run time
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return list[_limited(plain_type(arguments[0]), arguments[0])]  # type: ignore[misc]  # made at run time
+    return str if hint is Path else hint if hint in _PLAIN else Any
+
+
+def _plain_union(options: Sequence[Any]) -> Any:
+    others = [plain_type(each) for each in options if each is not NoneType]
+    if len(others) == 1:
+        return Optional[others[0]] if NoneType in options else others[0]  # noqa: UP045 - of a type made at run time
+    if all(each in _PLAIN for each in others):
+        return Union[(*others, *(each for each in options if each is NoneType))]
+    return Any
+
+
+def typed(kind: type[T], *sections: Mapping[str, Any], **computed: Any) -> T:
+    """Build a ``kind`` of resolved sections; other keys than its fields are ignored, and lacking ones have defaults.
+
+    Args:
+        kind: Its dataclass.
+        sections: Plain values, of which a later section goes first.
+        computed: Values that go before those of the sections.
+    """
+    hints = hints_of(cast("Any", kind), limits=False)
+    values = {
+        each.name: _value(hints.get(each.name), node[each.name])
+        for node in sections
+        for each in fields(cast("Any", kind))
+        if each.name in node
+    }
+    return kind(**{**values, **computed})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    """Return a plain value as an annotation says: paths, tuples, and mappings as their dataclasses."""
+    options = [each for each in get_args(hint) if each is not NoneType] if isinstance(hint, UnionType) else [hint]
+    if value is None or len(options) != 1:
+        return value
+    (option,) = options
+    origin, arguments = get_origin(option), get_args(option)
+    if is_dataclass(option) and isinstance(value, Mapping):
+        return typed(cast("type", option), value)
+    if option is Path:
+        return Path(value)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {name: _value(arguments[1], each) for name, each in value.items()}
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return tuple(_value(arguments[0], each) for each in value)
+    return value
