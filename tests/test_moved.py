@@ -90,3 +90,15 @@ def test_a_configuration_may_name_a_target_as_before() -> None:
     node = {"_target_": "worldsize.strategies.parameter_server.strategy.ParameterServer"}
     strategy = build(node, Strategy, allowed=Allowed(), key="strategy")  # type: ignore[type-abstract]
     assert type(strategy).__module__ == "plugins.parameter_server.strategy"
+
+
+def test_a_strategy_may_declare_by_earlier_names_what_it_supports() -> None:
+    with pytest.warns(FutureWarning) as warned:
+
+        class Earlier(Strategy):
+            merges_states = False
+            compiles = True
+            special_optimizers = ("schedule_free",)
+
+    assert Earlier.supports == {"loss_scale", "compile", "schedule_free"}
+    assert "Earlier.compiles is supports = frozenset({'compile', ...}) now" in [str(each.message) for each in warned]

@@ -17,7 +17,6 @@ from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
-    Numerics,
     Range,
     Recipe,
     Replica,
@@ -49,16 +48,11 @@ class EASGD(Strategy):
     """
 
     reductions = ("flat",)
-    trains_multi_update = True
-    recomputes = True
+    supports = frozenset({"state_metrics", "multi_update", "activation_checkpointing"})
     period: Annotated[int, Range(least=1, hint="it is in steps")] = 4
     moving_rate: Annotated[float, Range(above=0, most=1, hint="0.9 is usual")] = 0.9
     rounds: Rounds = "synchronous"
     nodes: int = 1
-
-    def check_numerics(self, numerics: Numerics) -> None:
-        if numerics.precision == "fp16":
-            raise ConfigError("easgd has no loss scale that workers share. Set precision=bf16 or fp32.")
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_complex(model, because="the centre holds real numbers")

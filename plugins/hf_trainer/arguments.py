@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, final
 
 from plugins.hf_trainer.building import alone_on_the_cpu
-from worldsize.core import ConfigError
+from worldsize.core import ConfigError, PrecisionName
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")  # those that are torch's own
 
@@ -85,7 +85,7 @@ class RunValues:
     evaluate_batch_size: int
     lr: float
     clip_norm: float | None
-    precision: str
+    precision: PrecisionName
     seed: int
     data_workers: int | str
 

@@ -18,7 +18,7 @@ from plugins.hf_trainer.building import built_trainer
 from plugins.hf_trainer.losses import TrainerLoss, rows_of, weighed
 from plugins.hf_trainer.predictions import NAME, PredictionMetrics, has_metrics
 from plugins.hf_trainer.program import check_trainer
-from worldsize.core import Recipe, StateMetric
+from worldsize.core import PRECISIONS, Recipe, StateMetric
 from worldsize.errors import missing_extra
 
 _CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # newer and older transformers
@@ -67,7 +67,7 @@ class HFTrainer(Recipe):
         """Make the metric that calls ``compute_metrics``; return None if the Trainer would not call it."""
         if not has_metrics(self._built):
             return None
-        return PredictionMetrics(self._built, casts_halves=self.run.precision != "fp32")
+        return PredictionMetrics(self._built, casts_halves=PRECISIONS[self.run.precision].autocast is not None)
 
     def model(self) -> nn.Module:
         """Return a copy of the Trainer's model, which stays as it was built."""

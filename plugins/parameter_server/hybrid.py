@@ -63,8 +63,8 @@ class HybridParameterServer(Strategy):
     the dense parameters. The other options are those of the parameter server.
     """
 
+    supports = frozenset({"state_metrics", "loss_scale", "activation_checkpointing"})
     serves_rows: ClassVar[bool] = True
-    recomputes: ClassVar[bool] = True
     servers: int = 1
     consistency: Literal["sync", "async"] = "sync"
     find_unused_parameters: bool = False

@@ -97,10 +97,8 @@ class ParameterServer(Strategy):
             ``staleness`` requires, including the worker's own.
     """
 
-    merges_states: ClassVar[bool] = False
-    trains_multi_update: ClassVar[bool] = True
+    supports = frozenset({"multi_update", "activation_checkpointing"})
     serves_rows: ClassVar[bool] = True
-    recomputes: ClassVar[bool] = True
     divides_lr: ClassVar[bool] = True
     servers: int = 1
     replicas: Annotated[int, Range(least=0, most=1, hint="standbys of each server")] = 0
@@ -133,10 +131,6 @@ class ParameterServer(Strategy):
                 f"strategy.cache_rows={self.cache_rows}: cached rows are stale, and reads must not be. Set "
                 "strategy.consistency=bounded and strategy.staleness, or strategy.cache_rows=0."
             )
-
-    def check_numerics(self, numerics: Numerics) -> None:
-        if numerics.precision == "fp16":
-            raise ConfigError("the parameter server has no loss scaling. Set precision=bf16 or fp32.")
 
     @property
     def bound(self) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.gpu.devices import CUDA, DEVICES, device_of, run_on_one_device
 from tests.strategies.test_recomputed import Blocks
 from worldsize.core import MicroBatch, Numerics, Replica, RunContext, Strategy, World
-from worldsize.core.numerics import ActivationCheckpointing, Precision
+from worldsize.core.numerics import ActivationCheckpointing, PrecisionName
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.record.determinism import Determinism
@@ -73,7 +73,7 @@ def trained(kind: str, **numerics: Any) -> tuple[list[float], Replica]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 0.05), ("fp16", 0.05)])
-def test_losses_are_those_of_plain_pytorch(device: str, precision: Precision, tolerance: float) -> None:
+def test_losses_are_those_of_plain_pytorch(device: str, precision: PrecisionName, tolerance: float) -> None:
     losses, _ = trained(device, precision=precision)
     compared = 1 if precision == "fp16" else STEPS  # the loss scale skips updates until it has adapted
     assert losses[:compared] == pytest.approx(plain_losses()[:compared], rel=tolerance)

@@ -90,7 +90,7 @@ def _spot(node: Mapping[str, Any]) -> Spot | None:
 
 
 @dataclass(frozen=True)
-class _Tier(Link):
+class _LinkedTier(Link):
     """A tier with its link."""
 
     nodes: Annotated[int, Range(least=1, most=1_000_000)] = 1
@@ -108,7 +108,7 @@ def with_tiers(cluster: Mapping[str, Any]) -> dict[str, Any]:
         values = _link(key, given) if isinstance(given, Mapping) else {"nodes": given}
         if not isinstance(values["nodes"], int) or isinstance(values["nodes"], bool):
             raise ConfigError(f"{key}={given!r} is no number of nodes. Set {key}=8, say.")
-        check_limits(_Tier, values, key=key)
+        check_limits(_LinkedTier, values, key=key)
         tiers[name] = values.pop("nodes")
         links |= {name: values} if values else {}
     return {**cluster, "tiers": tiers, "links": links}
@@ -117,11 +117,11 @@ def with_tiers(cluster: Mapping[str, Any]) -> dict[str, Any]:
 def _link(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
     try:
         values: dict[Any, Any] = {"nodes": None, **given}
-        merged = OmegaConf.merge(OmegaConf.structured(schema_of(_Tier)), values)
+        merged = OmegaConf.merge(OmegaConf.structured(schema_of(_LinkedTier)), values)
         plain: Any = OmegaConf.to_container(merged, throw_on_missing=True)
     except ConfigKeyError as error:
         name = str(error.key)
-        raise ConfigError(f"no key '{key}.{name}'{neighbours(name, _Tier.__dataclass_fields__)}") from error
+        raise ConfigError(f"no key '{key}.{name}'{neighbours(name, _LinkedTier.__dataclass_fields__)}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(
             f"{key}: {str(error.msg or error).splitlines()[0]}. "

@@ -34,6 +34,7 @@ from worldsize.config.shape import (
     check_divisible,
     check_graphs,
     check_heals,
+    check_precision,
     check_reduce,
     check_remembers,
 )
@@ -247,6 +248,7 @@ def _numerics(config: Mapping[str, Any], strategy: Strategy, cluster: Cluster, *
     """
     numerics = build(config["numerics"], Numerics, allowed=_allowed(config), key="numerics")
     strategy.check_numerics(numerics)
+    check_precision(numerics, strategy)
     check_compiles(numerics, strategy, exact=exact)
     check_device(numerics, cluster, exact=exact)
     check_activations(numerics, strategy, cluster)
@@ -286,7 +288,7 @@ def _with_initial(recipe: Recipe, config: Mapping[str, Any]) -> tuple[Recipe, In
 def _average(node: Mapping[str, Any], strategy: Strategy) -> WeightAverage | None:
     if node["decay"] is None:
         return None
-    if not strategy.averages_weights:
+    if "ema" not in strategy.supports:
         raise ConfigError(
             f"ema.decay={node['decay']}: {type(strategy).__name__} has no weights that all ranks agree on after each "
             "update, or servers have them. Set ema.decay=null, or a strategy such as ddp or fsdp."

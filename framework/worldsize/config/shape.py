@@ -111,7 +111,7 @@ def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None)
     """
     if not numerics.compile:
         return
-    if not strategy.compiles:
+    if "compile" not in strategy.supports:
         raise ConfigError(
             f"compile=true: {type(strategy).__name__} does not compile what its processes compute. Set compile=false, "
             "or a strategy such as ddp or fsdp."
@@ -120,6 +120,15 @@ def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None)
         raise ConfigError(
             f"compile_mode={numerics.compile_mode} chooses kernels by their time, which is another one in each run; "
             f"reproducibility={exact} promises the same bits. Set compile_mode=default."
+        )
+
+
+def check_precision(numerics: Numerics, strategy: Strategy) -> None:
+    """Raise ConfigError if the loss must be scaled, and the processes of ``strategy`` have no scale in common."""
+    if numerics.mixed.scales_loss and "loss_scale" not in strategy.supports:
+        raise ConfigError(
+            f"precision={numerics.precision}: the processes of {type(strategy).__name__} have no common scale of the "
+            "loss. Set precision=bf16, or a strategy such as ddp or fsdp."
         )
 
 
@@ -132,7 +141,7 @@ def check_device(numerics: Numerics, cluster: Cluster, *, exact: str | None) -> 
         return
     wanted = {
         f"reproducibility={exact} promises the same bits": (exact, "reproducibility=seeded"),
-        "precision=fp8 needs the kernels of CUDA": (numerics.precision == "fp8", "precision=bf16"),
+        f"precision={numerics.precision} needs the kernels of CUDA": (numerics.mixed.has_8_bits, "precision=bf16"),
         f"compile_mode={numerics.compile_mode} records CUDA graphs": (
             numerics.records_graphs,
             "compile_mode=default",
@@ -172,7 +181,7 @@ def check_graphs(numerics: Numerics, cluster: Cluster, micro_batches: int, recip
 def check_activations(numerics: Numerics, strategy: Strategy, cluster: Cluster) -> None:
     """Raise ConfigError if activations are to be recomputed or offloaded, and cannot be."""
     chosen = numerics.activation_checkpointing
-    if (chosen != "none" or numerics.activation_offload) and not strategy.recomputes:
+    if (chosen != "none" or numerics.activation_offload) and "activation_checkpointing" not in strategy.supports:
         raise ConfigError(
             f"{type(strategy).__name__} keeps all activations. Set activation_checkpointing=none and "
             "activation_offload=false, or a strategy such as ddp or fsdp."

@@ -53,7 +53,7 @@ from worldsize.core.launcher import (
     Plan,
 )
 from worldsize.core.limits import FilePath, FolderName, Limit, OneOf, Range
-from worldsize.core.numerics import Nonfinite, Numerics, Precision
+from worldsize.core.numerics import PRECISIONS, Nonfinite, Numerics, Precision, PrecisionName
 from worldsize.core.recipe import (
     Batch,
     BufferRule,
@@ -73,6 +73,7 @@ from worldsize.core.recipe import (
 from worldsize.core.recipe_kinds import FeatureRecipe, Features, MultiUpdateRecipe, Update
 from worldsize.core.state_metric import StateMetric, StateReduction
 from worldsize.core.strategy import (
+    Capability,
     Cost,
     Dealing,
     Reduction,
@@ -85,11 +86,13 @@ from worldsize.core.streams import ShardedStream, StatefulStream
 from worldsize.errors import ConfigError, NonfiniteLossError, WorldsizeError
 
 __all__ = [
+    "PRECISIONS",
     "AgentLauncher",
     "Autoscaler",
     "Batch",
     "BatchLauncher",
     "BufferRule",
+    "Capability",
     "CheckpointFailed",
     "CheckpointSaved",
     "CheckpointSource",
@@ -136,6 +139,7 @@ __all__ = [
     "Pinning",
     "Plan",
     "Precision",
+    "PrecisionName",
     "PretrainedWeights",
     "Range",
     "Recipe",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, final
 
 from worldsize.core.limits import Range
 from worldsize.errors import ConfigError
@@ -11,10 +12,34 @@ from worldsize.errors import ConfigError
 if TYPE_CHECKING:  # torch takes seconds
     from torch import Tensor
 
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+PrecisionName = Literal["fp32", "bf16", "fp16", "fp8"]
 Nonfinite = Literal["stop", "skip", "ignore"]
 ActivationCheckpointing = Literal["none", "full", "selective"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+
+@final
+@dataclass(frozen=True)
+class Precision:
+    """Precision of forward and backward; parameters are float32.
+
+    Attributes:
+        autocast: Name of the torch dtype in which ``torch.autocast`` computes; None: there is no autocast.
+        scales_loss: Whether gradients may be less than the dtype can hold, so that the loss is scaled.
+        has_8_bits: Whether products of linear layers are in 8 bits, by kernels of CUDA.
+    """
+
+    autocast: str | None = None
+    scales_loss: bool = False
+    has_8_bits: bool = False
+
+
+PRECISIONS: Mapping[PrecisionName, Precision] = {
+    "fp32": Precision(),
+    "bf16": Precision("bfloat16"),
+    "fp16": Precision("float16", scales_loss=True),
+    "fp8": Precision("bfloat16", has_8_bits=True),
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +60,7 @@ class Numerics:
         activation_offload: Whether activations wait for the backward pass in the memory of the host.
     """
 
-    precision: Precision = "fp32"
+    precision: PrecisionName = "fp32"
     clip_norm: Annotated[float | None, Range(above=0, finite=False, hint="null: no clipping")] = None
     nonfinite: Nonfinite = "stop"
     compile: bool = False
@@ -44,8 +69,8 @@ class Numerics:
     activation_offload: bool = False
 
     def __post_init__(self) -> None:
-        if self.precision not in get_args(Precision):
-            raise ConfigError(f"precision={self.precision!r} is unknown. Known: fp32, bf16, fp16, fp8.")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"precision={self.precision!r} is unknown. Known: {', '.join(PRECISIONS)}.")
         if self.nonfinite not in ("stop", "skip", "ignore"):
             raise ConfigError(f"nonfinite={self.nonfinite!r} is unknown. Known: stop, skip, ignore.")
         if self.activation_offload and self.activation_checkpointing == "selective":
@@ -55,6 +80,11 @@ class Numerics:
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or null for no clipping.")
+
+    @property
+    def mixed(self) -> Precision:
+        """What ``precision`` means."""
+        return PRECISIONS[self.precision]
 
     @property
     def needs_norm(self) -> bool:

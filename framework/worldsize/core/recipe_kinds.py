@@ -31,7 +31,7 @@ class MultiUpdateRecipe(Recipe):
             yield "discriminator", self.tell_apart(model.discriminator, batch, fake.detach())
             yield "generator", self.fool(model.discriminator, fake)
 
-    A :class:`Strategy` declares with ``trains_multi_update`` whether it can train one.
+    A :class:`Strategy` that can train one has "multi_update" among its ``supports``.
     """
 
     @abstractmethod
@@ -132,7 +132,7 @@ class FeatureRecipe(Recipe):
     "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"). So its result does not depend on the
     number of processes, and a process keeps activations of one logical rank at a time. It holds the features of all.
 
-    A :class:`Strategy` declares with ``gathers_features`` whether it can train one.
+    A :class:`Strategy` that can train one has "features" among its ``supports``.
     """
 
     @abstractmethod

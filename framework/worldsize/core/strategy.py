@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -24,6 +25,29 @@ if TYPE_CHECKING:  # torch takes seconds
 Dealing = Literal["cyclic", "block"]
 # Torch's own sums ("flat"), sums in the fixed tree of logical ranks ("ordered"), or first inside each node.
 Reduction = Literal["flat", "ordered", "hierarchical"]
+
+Capability = Literal[
+    "state_metrics",  # metrics that Recipe.metrics names, which are merged from states
+    "loss_scale",  # precisions that need one, such as fp16
+    "ema",  # the section ``ema``: its replicas have ``trained_weights``
+    "multi_update",  # a MultiUpdateRecipe
+    "features",  # a FeatureRecipe
+    "compile",  # Numerics.compile
+    "activation_checkpointing",  # Numerics.activation_checkpointing and activation_offload
+    "sparse_gradients",  # sums of gradients of embeddings with sparse=True, which NCCL cannot do
+    "adamw_8bit",  # this optimizer, whose state is in blocks of whole parameters
+    "schedule_free",  # optimizers that are evaluated with other weights than they train
+]
+_EARLIER: Mapping[str, Capability | None] = {  # None: the variable itself names capabilities
+    "merges_states": "state_metrics",
+    "averages_weights": "ema",
+    "trains_multi_update": "multi_update",
+    "gathers_features": "features",
+    "compiles": "compile",
+    "recomputes": "activation_checkpointing",
+    "sums_sparse_gradients": "sparse_gradients",
+    "special_optimizers": None,
+}
 
 
 @dataclass(frozen=True)
@@ -147,7 +171,7 @@ class Replica(ABC):
 
         A part has the shape of the parameter, or of its local shard. Writing into it in place changes the weights that
         the replica computes with. A parameter that other ranks hold is on the meta device. Only called for a strategy
-        that ``averages_weights``.
+        that supports "ema".
         """
         raise NotImplementedError
 
@@ -172,31 +196,30 @@ class Strategy(ABC):
 
     reductions: ClassVar[Sequence[Reduction]] = ("flat", "ordered")
     """Allowed values of ``reduce``."""
-    averages_weights: ClassVar[bool] = False
-    """Whether its replicas have ``trained_weights``, so that the section ``ema`` can average them."""
-    trains_multi_update: ClassVar[bool] = False
-    """Whether it trains a :class:`~worldsize.core.MultiUpdateRecipe`; if not, such a recipe is refused."""
-    gathers_features: ClassVar[bool] = False
-    """Whether it trains a :class:`~worldsize.core.FeatureRecipe`; if not, such a recipe is refused."""
-    merges_states: ClassVar[bool] = True
-    """Whether replicas evaluate the metrics that :meth:`Recipe.metrics` names."""
-    compiles: ClassVar[bool] = False
-    """Whether its replicas compile what they compute (``Numerics.compile``); if not, such a run is refused."""
-    recomputes: ClassVar[bool] = False
-    """Whether its replicas keep fewer activations (``Numerics.activation_checkpointing``, ``activation_offload``)."""
+    supports: ClassVar[frozenset[Capability]] = frozenset({"state_metrics", "loss_scale"})
+    """What a run may ask of it; the rest is refused before a process starts."""
     serves_rows: ClassVar[bool] = False
     """Whether the rows of embeddings with ``sparse=True`` are on servers, which update them in ways of their own."""
-    sums_sparse_gradients: ClassVar[bool] = False
-    """Whether it sums the gradients of such embeddings over processes, which NCCL cannot."""
     divides_lr: ClassVar[bool] = False
     """Whether the updates of a step share one learning rate, where ``update_parts`` are several."""
     shards_state: ClassVar[bool] = False
     """Whether a process holds state that no other has, of which a gang that heals needs copies."""
-    special_optimizers: ClassVar[Collection[str]] = ()
-    """Which optimizers it trains that most strategies cannot: "adamw_8bit", whose state is in blocks of whole
-    parameters, and "schedule_free", which are evaluated with other weights than they train."""
     reduce: Reduction = "flat"
     """How gradients are summed over logical ranks."""
+
+    def __init_subclass__(cls) -> None:
+        """Warn of the class variables by which earlier versions declared what ``supports`` has."""
+        for name, capability in _EARLIER.items():
+            if name not in vars(cls):
+                continue
+            value = vars(cls)[name]
+            named = frozenset(value) if capability is None else frozenset({capability})
+            cls.supports = cls.supports | named if value else cls.supports - named
+            warnings.warn(
+                f"{cls.__name__}.{name} is supports = frozenset({{{', '.join(map(repr, sorted(named)))}, ...}}) now",
+                FutureWarning,
+                stacklevel=2,
+            )
 
     def __post_init__(self) -> None:
         check_limits(type(self), vars(self), key="strategy")
@@ -231,7 +254,7 @@ class Strategy(ABC):
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Raise ConfigError if ``recipe`` does not define what this strategy needs."""
-        if not self.merges_states and (names := sorted(recipe.metrics())):
+        if "state_metrics" not in self.supports and (names := sorted(recipe.metrics())):
             raise ConfigError(
                 f"{type(self).__name__} evaluates metrics that are sums and counts, and {names[0]!r} is not. "
                 "Use a strategy such as ddp, or leave it out of Recipe.metrics."

@@ -49,12 +49,12 @@ def check_trainable(recipe: Recipe, strategy: Strategy) -> None:
     Raises:
         ConfigError: it takes one update per step and the recipe several, or it needs information that the recipe lacks.
     """
-    if isinstance(recipe, MultiUpdateRecipe) and not strategy.trains_multi_update:
+    if isinstance(recipe, MultiUpdateRecipe) and "multi_update" not in strategy.supports:
         raise ConfigError(
             f"{type(recipe).__name__} takes several updates a step, and {type(strategy).__name__} takes one: "
             "it sums and clips all gradients together, at the end of a step. Set strategy=ddp, zero, fsdp or single."
         )
-    if isinstance(recipe, FeatureRecipe) and not strategy.gathers_features:
+    if isinstance(recipe, FeatureRecipe) and "features" not in strategy.supports:
         raise ConfigError(
             f"the loss of {type(recipe).__name__} needs the features of all logical ranks, which "
             f"{type(strategy).__name__} does not gather. Set strategy=ddp, zero, fsdp, mesh or single."
@@ -116,12 +116,12 @@ def _failure(
             model = recipe.model()
             _check_size(model)
             declare_buffers(recipe, model)
-            if isinstance(recipe, FeatureRecipe) and numerics.precision == "fp16":
+            if isinstance(recipe, FeatureRecipe) and numerics.mixed.scales_loss:
                 raise ConfigError(
-                    "precision=fp16: derivatives by features are computed without a loss scale, and may be less than "
-                    "float16 can hold. Set precision=bf16."
+                    f"precision={numerics.precision}: derivatives by features are computed without a loss scale, and "
+                    f"may be less than {numerics.mixed.autocast} can hold. Set precision=bf16."
                 )
-            if cluster is not None and strategy.sums_sparse_gradients:
+            if cluster is not None and "sparse_gradients" in strategy.supports:
                 refuse_sparse_sums(model, cluster, strategy.reduce)
             check_passes(recipe, model, numerics, serves_rows=strategy.serves_rows)
             parts = [*_parts(train_state_of(recipe, model))]
@@ -129,7 +129,7 @@ def _failure(
             for optimizer, schedule in parts:
                 refuse_breaking(optimizer)
                 refuse_closures(optimizer)
-                check_special(optimizer, strategy=type(strategy).__name__, trained=strategy.special_optimizers)
+                check_special(optimizer, strategy=type(strategy).__name__, trained=strategy.supports)
                 plain = schedule.plain if schedule else None
                 check_schedule_free(optimizer, model, plain, averages=averages)
                 refuse_unsaved(recipe, model, optimizer, plain)

@@ -27,6 +27,7 @@ from worldsize.core import (
 )
 from worldsize.core.limits import MEBIBYTES
 from worldsize.strategies.gradient_reducer import GradientReducer
+from worldsize.strategies.model_replica import CAPABILITIES
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
 from worldsize.strategies.optimizer_checks import refuse_unsent
@@ -64,14 +65,7 @@ class DDP(Strategy):
     """
 
     reductions = get_args(Reduction)
-    averages_weights = True
-
-    trains_multi_update = True
-    gathers_features = True
-    compiles = True
-    recomputes = True
-    sums_sparse_gradients = True
-    special_optimizers = ("adamw_8bit", "schedule_free")
+    supports = CAPABILITIES | {"sparse_gradients", "adamw_8bit", "schedule_free"}
 
     compress: CompressionKind = "none"
     powersgd_rank: Annotated[int, Range(least=1)] = 4
@@ -105,10 +99,11 @@ class DDP(Strategy):
         return self.compress in ("topk", "randomk")
 
     def check_numerics(self, numerics: Numerics) -> None:
-        if self._is_sparse and self.error_feedback and numerics.precision == "fp16":
+        if self._is_sparse and self.error_feedback and numerics.mixed.scales_loss:
             raise ConfigError(
-                f"strategy.compress={self.compress} adds what it leaves out to later gradients, and precision=fp16 "
-                "scales gradients differently from step to step. Set precision=bf16, or strategy.compress=bf16."
+                f"strategy.compress={self.compress} adds what it leaves out to later gradients, and "
+                f"precision={numerics.precision} scales gradients differently from step to step. Set precision=bf16, "
+                "or strategy.compress=bf16."
             )
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:

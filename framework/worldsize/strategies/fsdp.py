@@ -34,6 +34,7 @@ from worldsize.devices import backend_for
 from worldsize.strategies.compiled import refuse_graphs
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.deferred.model import DeferredModel
+from worldsize.strategies.model_replica import CAPABILITIES
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import MultiUpdateReplica, refuse_healing_updates
 from worldsize.strategies.optimizer_checks import refuse_divided_state, refuse_divided_updates, refuse_unsent
@@ -78,13 +79,8 @@ class FSDP(Strategy):
     number of shards that divides it.
     """
 
-    averages_weights = True
-    trains_multi_update = True
-    gathers_features = True
-    compiles = True
+    supports = CAPABILITIES | {"schedule_free"}
     shards_state = True
-    recomputes = True
-    special_optimizers = ("schedule_free",)
 
     shard: Literal["all", "node"] | Annotated[int, Range(least=1)] = "all"
     wrap: Wrap = "auto"

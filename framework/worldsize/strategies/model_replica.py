@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from worldsize.checkpoint.manifest_tree import split
-from worldsize.core import EvaluationBatch, Precision, Recipe, Replica, RunContext, StateDict
+from worldsize.core import (
+    PRECISIONS,
+    Capability,
+    EvaluationBatch,
+    PrecisionName,
+    Recipe,
+    Replica,
+    RunContext,
+    StateDict,
+)
 from worldsize.metrics import MetricCollector
 from worldsize.optimizers.schedule_free import evaluated_weights
 from worldsize.record.determinism import generators_kept, seed_generators
@@ -29,15 +38,18 @@ from worldsize.strategies.loss_watch import LossWatch
 from worldsize.strategies.model_passes import prepare_passes
 from worldsize.strategies.train_state import OptimizedModel, TrainState
 
-_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
+CAPABILITIES: frozenset[Capability] = frozenset(
+    {"state_metrics", "loss_scale", "ema", "multi_update", "features", "compile", "activation_checkpointing"}
+)
+"""What a strategy supports whose replicas are :class:`ModelReplica`, and of one mind after each update."""
 _T = TypeVar("_T")
 _Metrics = Mapping[str, tuple[Tensor, ...]]
 
 
-def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[None]:
+def autocast(device: torch.device, precision: PrecisionName) -> AbstractContextManager[None]:
     """Return the autocast context of ``device`` for ``precision``; for fp32 it does nothing."""
-    dtype = _DTYPES.get(precision)
-    return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
+    dtype = PRECISIONS[precision].autocast
+    return torch.autocast(device.type, dtype=getattr(torch, dtype)) if dtype else nullcontext()
 
 
 def collected_metrics(
@@ -90,7 +102,7 @@ class ModelReplica(Replica):
         self.model = train_state.model
         self.train_state = train_state
         self.reducer, self.dealing = reducer, reducer.dealing
-        self.scaler = LossScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
+        self.scaler = LossScaler(self.world.device.type, enabled=self.numerics.mixed.scales_loss)
         self._logical_ranks = logical_ranks
         declare_buffers(recipe, self.model, trains_apart=sums_alone and self.world.size > 1)
         # the ranks of a mesh with the same data are in other worlds than this one's

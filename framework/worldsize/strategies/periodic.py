@@ -52,9 +52,7 @@ if TYPE_CHECKING:
 class PeriodicSyncStrategy(Strategy):
     """Abstract: each worker takes ``inner_steps`` optimizer steps on its part of the batches between exchanges."""
 
-    trains_multi_update = True
-    compiles = True
-    recomputes = True
+    supports = frozenset({"state_metrics", "loss_scale", "multi_update", "compile", "activation_checkpointing"})
 
     inner_steps: Annotated[int, Range(least=1)] = 8
 

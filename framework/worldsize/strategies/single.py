@@ -8,6 +8,7 @@ from typing import final
 
 from worldsize.collectives.cluster_cost import whole_bytes
 from worldsize.core import Cluster, ConfigError, Cost, Recipe, Replica, Role, RunContext, Strategy, Workload
+from worldsize.strategies.model_replica import CAPABILITIES
 from worldsize.strategies.synchronous import alone
 
 
@@ -16,12 +17,7 @@ from worldsize.strategies.synchronous import alone
 class Single(Strategy):
     """Trains in one process. With ``reduce="ordered"``, micro-batches are summed in the tree of logical ranks."""
 
-    averages_weights = True
-    trains_multi_update = True
-    gathers_features = True
-    compiles = True
-    recomputes = True
-    special_optimizers = ("adamw_8bit", "schedule_free")
+    supports = CAPABILITIES | {"adamw_8bit", "schedule_free"}
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         if cluster.processes != 1:

@@ -35,6 +35,7 @@ from worldsize.core import (
 from worldsize.core.limits import MEBIBYTES
 from worldsize.optimizers.groups import all_parameters
 from worldsize.strategies.ddp import OnFailure, worker_roles
+from worldsize.strategies.model_replica import CAPABILITIES
 from worldsize.strategies.multi_train_state import MultiTrainState, optimizers_of
 from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
 from worldsize.strategies.optimizer_checks import (
@@ -59,13 +60,7 @@ class ZeRO(Strategy):
     them to the others. Options: see :class:`~worldsize.strategies.ddp.DDP`.
     """
 
-    averages_weights = True
-    trains_multi_update = True
-    gathers_features = True
-    compiles = True
-    recomputes = True
-    sums_sparse_gradients = True
-    special_optimizers = ("adamw_8bit",)
+    supports = CAPABILITIES | {"sparse_gradients", "adamw_8bit"}
     shards_state = True
 
     bucket_mb: Annotated[float, MEBIBYTES] = 25.0

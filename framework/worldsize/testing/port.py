@@ -181,7 +181,7 @@ def trained_in_processes(recipe: Recipe, config: PortConfig, strategy: Strategy,
             "the reference then takes as many micro-batches a step, and yields the mean of their losses."
         )
     strategy.check_micro_batches(config.micro_batches // parts)
-    if config.average and not strategy.averages_weights:
+    if config.average and "ema" not in strategy.supports:
         raise ConfigError(
             f"{type(strategy).__name__} does not average weights. Set PortConfig(average=None), or compare under a "
             "strategy that does, such as DDP()."

@@ -201,7 +201,10 @@ def test_a_checkpoint_of_ddp_resumes_with_servers(
         (("cluster.processes=2", "strategy.servers=2"), "Set cluster.processes=3 or more"),
         (("cluster.processes=2", "strategy.consistency=eventual"), "one of sync, bounded, async"),
         (("cluster.processes=2", "strategy.staleness=2"), "goes with strategy.consistency=bounded"),
-        (("cluster.processes=2", "precision=fp16"), "no loss scaling"),
+        (
+            ("cluster.processes=2", "precision=fp16"),
+            "ParameterServer have no common scale of the loss",
+        ),
     ],
 )
 def test_options_that_cannot_run_are_refused_before_anything_starts(

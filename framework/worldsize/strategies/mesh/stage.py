@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.pipelining import PipelineStage
 
 from worldsize.collectives.step_timer import mark, phase
-from worldsize.core import Batch, ConfigError, Loss, MicroBatch, Precision, Recipe
+from worldsize.core import Batch, ConfigError, Loss, MicroBatch, PrecisionName, Recipe
 from worldsize.errors import WorldsizeError
 from worldsize.record.determinism import seed_generators, stream
 from worldsize.strategies.mesh.groups import Edges
@@ -87,7 +87,7 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, recipe: Recipe, layers: Sequence[nn.Module], *, index: int, device: torch.device, precision: Precision
+        self, recipe: Recipe, layers: Sequence[nn.Module], *, index: int, device: torch.device, precision: PrecisionName
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)

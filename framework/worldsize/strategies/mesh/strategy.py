@@ -86,10 +86,7 @@ class Mesh(Strategy):
     peers; those that are too many wait.
     """
 
-    averages_weights = True
-    compiles = True
-    recomputes = True
-    gathers_features = True
+    supports = frozenset({"state_metrics", "ema", "compile", "activation_checkpointing", "features"})
     shards_state = True
 
     data: Annotated[int | None, Range(least=1)] = None
@@ -118,12 +115,10 @@ class Mesh(Strategy):
 
     def check_numerics(self, numerics: Numerics) -> None:
         refuse_graphs(numerics, strategy="Mesh")
-        if numerics.precision == "fp16":
-            raise ConfigError("precision=fp16 needs a loss scale that all stages agree on. Set precision=bf16.")
-        if numerics.precision == "fp8" and self.tensor > 1:
+        if numerics.mixed.has_8_bits and self.tensor > 1:
             raise ConfigError(
-                "precision=fp8: layers that ranks share would each be scaled by their own part's largest number. "
-                "Set strategy.tensor=1, or precision=bf16."
+                f"precision={numerics.precision}: layers that ranks share would each be scaled by their own part's "
+                "largest number. Set strategy.tensor=1, or precision=bf16."
             )
 
     @property
