@@ -32,6 +32,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from recipes.stdlib_lm.gpt import GPT, Logits, Sizes
 from recipes.stdlib_lm.recipe import StdlibLM
 from worldsize.core import MicroBatch, RunContext, World
+from worldsize.strategies.mesh.layout import AXES
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.worlds import run_in_worlds
 
@@ -65,24 +66,24 @@ def _loss(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
 def _by_hand(strategy: Mesh, world: World) -> Step:
     torch.manual_seed(1)
     sizes = strategy.layout(world.size)
-    mesh = init_device_mesh("cpu", sizes.sizes, mesh_dim_names=("pipeline", "data", "tensor"))
+    mesh = init_device_mesh("cpu", tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     model = GPT(Sizes(WIDTH, DEPTH, 4, CONTEXT))
     part: nn.Module = model
     blocks = list(model.blocks)
     p = mesh.get_local_rank("pipeline")
-    if sizes.pipeline == 2:
+    if sizes["pipeline"] == 2:
         blocks = blocks[: DEPTH // 2] if p == 0 else blocks[DEPTH // 2 :]
         part = nn.Sequential(model.embedding, *blocks) if p == 0 else nn.Sequential(*blocks, Logits(model))
-    if sizes.tensor > 1:
+    if sizes["tensor"] > 1:
         styles = {"query_key_value": ColwiseParallel, "attention_out": RowwiseParallel}
         styles |= {"mlp_in": ColwiseParallel, "mlp_out": RowwiseParallel}
         for block in blocks:
             parallelize_module(block, mesh["tensor"], {name: style() for name, style in styles.items()})
-    if sizes.data > 1:
+    if sizes["data"] > 1:
         for module in (*blocks, part):
-            fully_shard(module, mesh=mesh["data"], reshard_after_forward=sizes.pipeline == 1)
+            fully_shard(module, mesh=mesh["data"], reshard_after_forward=sizes["pipeline"] == 1)
     optimizer = torch.optim.AdamW(part.parameters(), lr=0.001)
-    if sizes.pipeline == 1:
+    if sizes["pipeline"] == 1:
         return _whole(part, optimizer)
     return _piped(part, optimizer, p, model.embedding, mesh.get_group("pipeline"), strategy.default_micro_batches)
 
@@ -115,7 +116,7 @@ def _piped(
 def measure(strategy: Mesh, world: World, rounds: int) -> list[tuple[Figures, Figures]]:
     """Time a step by hand and a step of ours in each round, alternating in the same processes."""
     text = torch.randint(256, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
-    mine = text.chunk(strategy.layout(world.size).data)[strategy.data_rank(world)]
+    mine = text.chunk(strategy.layout(world.size)["data"])[strategy.data_rank(world)]
     ways = (_by_hand(strategy, world), _ours(strategy, world))
     figures = []
     for number in range(rounds + 2):

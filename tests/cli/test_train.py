@@ -270,7 +270,7 @@ REFUSALS = {
     "no steps": (["steps=0"], "steps=0 must be 1 or more."),
     "unknown precision": (
         ["precision=fp7"],
-        "precision='fp7' is of the wrong type: it takes one of fp32, bf16, fp16, fp8.",
+        "precision='fp7' is unknown; did you mean 'fp8'?",
     ),
     "two nodes on one machine": (
         ["cluster.nodes=2", "cluster.processes=2"],

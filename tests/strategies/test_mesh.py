@@ -40,7 +40,6 @@ from worldsize.record.determinism import seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import mean_loss
-from worldsize.strategies.mesh.layout import Layout
 from worldsize.strategies.mesh.schedule import balanced
 from worldsize.strategies.mesh.stage import KnownOutput
 from worldsize.strategies.mesh.strategy import Mesh
@@ -491,7 +490,8 @@ def test_stages_are_balanced(weights: Sequence[int], stages: int, expected: Sequ
 def test_ranks_of_64_gpus_are_those_of_the_formula() -> None:
     strategy = Mesh(data=8, tensor=4, pipeline=2)
     ranks_pdt = numpy.arange(64).reshape(2, 8, 4)
-    assert all(ranks_pdt[Layout(2, 8, 4).coordinate(rank)] == rank for rank in range(64))
+    layout = strategy.layout(64)
+    assert all(ranks_pdt[tuple(layout.coordinate(rank).values())] == rank for rank in range(64))
     groups = strategy.groups(cluster(64, nodes=8))
     for axis, name in enumerate(("pipeline", "data", "tensor")):
         lines = numpy.moveaxis(ranks_pdt, axis, -1).reshape(-1, ranks_pdt.shape[axis])

@@ -38,10 +38,9 @@ def test_ranks_are_counted_along_the_axes_from_the_innermost_to_the_outermost(or
     sizes = {"pipeline": 2, "data": 3, "tensor": 4}
     ranks = numpy.arange(24).reshape([sizes[axis] for axis in reversed(order)])  # the last axis is the innermost
     ranks_pdt = ranks.transpose([order[::-1].index(axis) for axis in ("pipeline", "data", "tensor")])
-    layout = Layout(2, 3, 4, order)
-    assert all(
-        ranks_pdt[layout.coordinate(rank)] == layout.rank(*layout.coordinate(rank)) == rank for rank in range(24)
-    )
+    layout = Layout(sizes, order)
+    places = [layout.coordinate(rank) for rank in range(24)]
+    assert all(ranks_pdt[tuple(place.values())] == layout.rank(place) == rank for rank, place in enumerate(places))
     for axis, groups in enumerate(layout.groups().values()):
         lines = numpy.moveaxis(ranks_pdt, axis, -1).reshape(-1, ranks_pdt.shape[axis])
         assert sorted(groups) == sorted(lines.tolist())
@@ -121,7 +120,8 @@ def test_rings_of_an_axis_share_the_links_that_they_cross(
     """Count the edges of all rings that leave each node, rack or pod, also of rings that begin within one."""
     pipeline, tensor = sizes
     cluster = replace(racks(nodes, 12 * nodes, tiers), links={**LINKS, "pod": Link(1e9, 0.0)})
-    layout = Layout(pipeline, 12 * nodes // (pipeline * tensor), tensor, order)
+    data = 12 * nodes // (pipeline * tensor)
+    layout = Layout({"pipeline": pipeline, "data": data, "tensor": tensor}, order)
     for axis, rings in layout.groups().items():
         edges = [edge for ring in rings for edge in pairwise([*ring, ring[0]]) if len(ring) > 1]
         hosts = Counter(source // 12 for source, to in edges if source // 12 != to // 12)

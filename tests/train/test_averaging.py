@@ -80,7 +80,7 @@ def trained(
 
 
 def parts_of(strategy: Strategy, world: World) -> int:
-    return strategy.layout(world.size).data if isinstance(strategy, Mesh) else world.size
+    return strategy.layout(world.size)["data"] if isinstance(strategy, Mesh) else world.size
 
 
 @pytest.fixture(scope="module")

@@ -43,16 +43,16 @@ class MeshGroups:
     @property
     def coordinate(self) -> dict[str, int]:
         """The coordinate of this rank on each axis."""
-        return dict(zip(AXES, self.layout.coordinate(self.context.world.rank), strict=True))
+        return self.layout.coordinate(self.context.world.rank)
 
     def mesh(self) -> DeviceMesh:
         """Make the mesh of all ranks."""
         number = str(next(_MESHES)) if self.interruptible else ""
         names = tuple(f"{axis}{number}" for axis in AXES)
-        strides = [self.layout.strides[axis] for axis in AXES]
-        ranks_pdt = torch.arange(self.layout.size, device="cpu").as_strided(self.layout.sizes, strides)
+        sizes, strides = zip(*((self.layout[axis], self.layout.strides[axis]) for axis in AXES), strict=True)
+        ranks = torch.arange(self.layout.size, device="cpu").as_strided(sizes, strides)
         with self.context.making_groups():
-            mesh = DeviceMesh(self.context.world.device.type, ranks_pdt, mesh_dim_names=names)
+            mesh = DeviceMesh(self.context.world.device.type, ranks, mesh_dim_names=names)
         for axis in AXES:
             self._bound(along(mesh, axis).get_group())
         return mesh
@@ -64,7 +64,7 @@ class MeshGroups:
         """
         if not (self.interruptible and backend_for(dist.get_backend(), self.context.world.device.type) == "gloo"):
             return None
-        groups = {pair: self.of(sorted(pair)) for pair in neighbours(self.layout.pipeline, is_ring=is_ring)}
+        groups = {pair: self.of(sorted(pair)) for pair in neighbours(self.layout["pipeline"], is_ring=is_ring)}
         return Edges(self.coordinate["pipeline"], {pair: each for pair, each in groups.items() if each is not None})
 
     def of(self, ranks: Sequence[int]) -> ProcessGroup | None:
@@ -73,8 +73,8 @@ class MeshGroups:
         Only members create the group. All ranks must create the same number of groups in this way, since torch names
         groups by a counter: a rank that is not a member creates a group of itself.
         """
-        own, place = self.context.world.rank, self.coordinate
-        members = self.layout.across(list(ranks), place["data"], place["tensor"])
+        own = self.context.world.rank
+        members = self.layout.line("pipeline", self.coordinate, ranks)
         with self.context.making_groups():
             group = dist.new_group(members if own in members else [own], use_local_synchronization=True)
         self._bound(cast("ProcessGroup", group))

@@ -5,9 +5,11 @@ Tensors are known by name, since dividing a module replaces them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
+from operator import mul
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -19,70 +21,70 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-AXES = ("pipeline", "data", "tensor")
+AXES = ("pipeline", "data", "tensor")  # from the outermost of torch's mesh to the innermost
 ORDER = ("tensor", "data", "pipeline")  # ranks that share a layer are neighbours, stages are far apart
+
+Coordinate = Mapping[str, int]
+"""The place of a rank on each axis, by its name."""
 
 
 @final
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes, and which of them is the innermost.
+    """Sizes of the axes by name, and which of them is the innermost.
 
     Ranks that differ only on the first axis of ``order`` are consecutive, those that differ only on the last are the
     farthest apart: by default the rank is (p · data + d) · tensor + t.
     """
 
-    pipeline: int
-    data: int
-    tensor: int
+    sizes: Mapping[str, int]
     order: Sequence[str] = ORDER
 
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """The axes' sizes: pipeline, data, tensor."""
-        return self.pipeline, self.data, self.tensor
+    def __getitem__(self, axis: str) -> int:
+        """Return the size of an axis."""
+        return self.sizes[axis]
 
     @property
     def size(self) -> int:
         """Number of ranks of the mesh."""
-        return self.pipeline * self.data * self.tensor
+        return math.prod(self.sizes.values())
+
+    @property
+    def of_part(self) -> int:
+        """Number of ranks of a data-parallel part, which hold a whole model together."""
+        return self.size // self["data"]
 
     @property
     def strides(self) -> Mapping[str, int]:
         """The difference between the ranks of two neighbours on each axis."""
-        sizes, strides, stride = dict(zip(AXES, self.sizes, strict=True)), {}, 1
-        for axis in self.order:
-            strides[axis] = stride
-            stride *= sizes[axis]
-        return strides
+        inner = accumulate((self[axis] for axis in self.order), mul, initial=1)
+        return dict(zip(self.order, inner, strict=False))
 
     @property
     def together(self) -> int:
         """Number of consecutive ranks that have all ranks which share a layer: these belong on one node."""
-        return self.strides["tensor"] * self.tensor if self.tensor > 1 else 1
+        return self.strides["tensor"] * self["tensor"] if self["tensor"] > 1 else 1
 
-    def rank(self, p: int, d: int, t: int) -> int:
-        """Return the rank with the coordinate (p, d, t) on the axes pipeline, data and tensor."""
+    def rank(self, place: Coordinate) -> int:
+        """Return the rank at ``place``."""
+        return sum(place[axis] * stride for axis, stride in self.strides.items())
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Return the place of ``rank``."""
         strides = self.strides
-        return p * strides["pipeline"] + d * strides["data"] + t * strides["tensor"]
-
-    def coordinate(self, rank: int) -> tuple[int, int, int]:
-        """Return the coordinate (p, d, t) of ``rank``."""
-        p, d, t = (rank // self.strides[axis] % size for axis, size in zip(AXES, self.sizes, strict=True))
-        return p, d, t
+        return {axis: rank // strides[axis] % self[axis] for axis in AXES}
 
     def groups(self) -> dict[str, list[list[int]]]:
         """Return the groups of ranks of each axis: those that differ only in that coordinate, in its order."""
-        ps, ds, ts = map(range, self.sizes)
+        places = [self.coordinate(rank) for rank in range(self.size)]
+        places.sort(key=lambda place: [place[axis] for axis in AXES])
         return {
-            "pipeline": [self.across(ps, d, t) for d in ds for t in ts],
-            "data": [[self.rank(p, d, t) for d in ds] for p in ps for t in ts],
-            "tensor": [[self.rank(p, d, t) for t in ts] for p in ps for d in ds],
+            axis: [self.line(axis, place, range(self[axis])) for place in places if place[axis] == 0] for axis in AXES
         }
 
-    def across(self, ps: range | list[int], d: int, t: int) -> list[int]:
-        """Return the ranks with coordinates (p, d, t) for each p in ``ps``."""
-        return [self.rank(p, d, t) for p in ps]
+    def line(self, axis: str, place: Coordinate, points: Iterable[int]) -> list[int]:
+        """Return the ranks at ``points`` of an axis whose other coordinates are those of ``place``."""
+        return [self.rank({**place, axis: point}) for point in points]
 
 
 def check_order(order: Sequence[str]) -> None:
@@ -90,7 +92,7 @@ def check_order(order: Sequence[str]) -> None:
     if sorted(map(str, order)) != sorted(ORDER):
         known = dict.fromkeys((*(axis for axis in order if axis in ORDER), *ORDER))
         raise ConfigError(
-            f"strategy.order=[{', '.join(map(str, order))}] must have tensor, data and pipeline once each, the "
+            f"strategy.order=[{', '.join(map(str, order))}] must have {', '.join(ORDER)} once each, the "
             f"innermost first. Set strategy.order=[{', '.join(known)}], say."
         )
 
@@ -100,9 +102,9 @@ def check_tensor(layout: Layout, cluster: Cluster) -> None:
     block = layout.together
     if cluster.processes_per_node % block == 0:
         return
-    fact = f"strategy.tensor={layout.tensor} does not divide"
+    fact = f"strategy.tensor={layout['tensor']} does not divide"
     remedy = "Set strategy.tensor to a divisor of them."
-    if block > layout.tensor:
+    if block > layout["tensor"]:
         fact = f"strategy.order=[{', '.join(layout.order)}]: the {block} ranks up to the tensor axis do not divide"
         remedy = f"Set strategy.order=[{', '.join(dict.fromkeys(('tensor', *layout.order)))}]."
     raise ConfigError(
@@ -114,7 +116,7 @@ def check_tensor(layout: Layout, cluster: Cluster) -> None:
 def check_heals(layout: Layout, cluster: Cluster) -> None:
     """Raise ConfigError if ranks that share layers would end up on different nodes when others are lost."""
     is_fixed = layout.order.index("tensor") < layout.order.index("data")
-    if cluster.all_nodes > 1 and layout.tensor > 1 and not is_fixed:
+    if cluster.all_nodes > 1 and layout["tensor"] > 1 and not is_fixed:
         raise ConfigError(
             f"strategy.on_failure=heal: with strategy.order=[{', '.join(layout.order)}] the ranks that share layers "
             "are as far apart as there are parts of the data, which change when one dies: on "

@@ -62,12 +62,13 @@ class Rank:
 
     def _data(self, mesh: DeviceMesh) -> World:
         """Return the world of the ranks that train the same part of the model."""
-        groups = {self.context.world.role: along(mesh, "data").get_group()} if self.layout.data > 1 else {}
-        return replace(self.context.world, rank=self._groups.coordinate["data"], size=self.layout.data, groups=groups)
+        size = self.layout["data"]
+        groups = {self.context.world.role: along(mesh, "data").get_group()} if size > 1 else {}
+        return replace(self.context.world, rank=self._groups.coordinate["data"], size=size, groups=groups)
 
     def _norm(self, mesh: DeviceMesh, spare: Collection[Tensor]) -> MeshNorm | WholeNorm:
         if self.reduce == "ordered":
-            stages = along(mesh, "pipeline").get_group() if self.layout.pipeline > 1 else None
+            stages = along(mesh, "pipeline").get_group() if self.layout["pipeline"] > 1 else None
             return WholeNorm(self.context.world.device, stages, spare)
         axes = {axis: place for axis, place in self._groups.coordinate.items() if axis != "pipeline"}
         return MeshNorm(self.context.world, axes, spare)
@@ -119,14 +120,14 @@ class Rank:
         _check_blocks(self.recipe, model, self.context.numerics)
         full_state, data = self._full_state(model), self._data(mesh)
         chain = stages_of(self.recipe, model, self.schedule.stages, self.schedule.split)
-        owned = Ownership(model, chain, pipeline=self.layout.pipeline, p=self._p)
-        if self.layout.data > 1 or self.sharding.interruptible:  # there may be more parts of the data later
+        owned = Ownership(model, chain, pipeline=self.layout["pipeline"], p=self._p)
+        if self.layout["data"] > 1 or self.sharding.interruptible:  # there may be more parts of the data later
             owned.check_sharded_once()
             refuse_scalars(model)
         precision = self.context.numerics.precision
         mine = [
             Stage(self.recipe, chain[index], index=index, device=device, precision=precision)
-            for index in range(self._p, self.schedule.stages, self.layout.pipeline)
+            for index in range(self._p, self.schedule.stages, self.layout["pipeline"])
         ]
         divide(self.recipe, model, mine, mesh, self.sharding)
         deferred.fill(device, lambda slot: owned.holds(slot.module, slot.name))
@@ -182,7 +183,7 @@ def _prepare(optimizer: Optimizer) -> None:
 
 def _remedy(layout: Layout) -> str:
     """Return the end of a message that a loss needs parameters that are divided over ranks."""
-    tensor = "strategy.tensor=1 and " if layout.tensor > 1 else ""
+    tensor = "strategy.tensor=1 and " if layout["tensor"] > 1 else ""
     return f"Set {tensor}strategy.wrap=none, which gathers the whole model for each loss, or use strategy=ddp or zero."
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, final
@@ -166,22 +167,23 @@ class Mesh(Strategy):
         Raises:
             ConfigError: the number of processes does not fit the sizes of the mesh.
         """
-        rest = self.tensor * self.pipeline
+        others = {"pipeline": self.pipeline, "tensor": self.tensor}
+        rest = math.prod(others.values())
         data = self.data or processes // rest
         if data * rest != processes:
-            sizes = f"strategy.data={self.data} × strategy.tensor={self.tensor} × strategy.pipeline={self.pipeline}"
+            sizes = " × ".join(f"strategy.{axis}={size}" for axis, size in {"data": self.data, **others}.items())
             raise ConfigError(
                 f"{processes} processes do not divide into {sizes}. "
                 f"Set cluster.processes={data * rest or rest}, or sizes whose product is {processes}."
             )
-        return Layout(self.pipeline, data, self.tensor, tuple(self.order))
+        return Layout({**others, "data": data}, tuple(self.order))
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         layout = self.layout(cluster.processes)
         check_tensor(layout, cluster)
         if self.on_failure == "heal":
             check_heals(layout, cluster)
-        return worker_roles(cluster, self.on_failure, self.tensor * self.pipeline, layout.together)
+        return worker_roles(cluster, self.on_failure, layout.of_part, layout.together)
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         layout, count = self.layout(cluster.processes), work.micro_batches or self.default_micro_batches
@@ -191,10 +193,10 @@ class Mesh(Strategy):
         return self.layout(cluster.processes).groups()
 
     def data_parallel(self, cluster: Cluster) -> int:
-        return self.layout(cluster.processes).data
+        return self.layout(cluster.processes)["data"]
 
     def data_rank(self, world: World) -> int:
-        return self.layout(world.size).coordinate(world.rank)[1]
+        return self.layout(world.size).coordinate(world.rank)["data"]
 
     @property
     def schedules_by_metric(self) -> bool:
@@ -220,27 +222,28 @@ def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches
     parallel lines of the axis.
     """
     strides = layout.strides
-    held = work.parameter_bytes / (layout.tensor * layout.pipeline)
+    pipeline, data, tensor = (layout[axis] for axis in ("pipeline", "data", "tensor"))
+    held = work.parameter_bytes / layout.of_part
     count = micro_batches
-    blocks, near = work.blocks / layout.pipeline, link(cluster, "node")
+    blocks, near = work.blocks / pipeline, link(cluster, "node")
     reduced = 4 * blocks * count * work.boundary_bytes
-    passed = 0.0 if layout.pipeline == 1 else 2 * count * work.boundary_bytes
+    passed = 0.0 if pipeline == 1 else 2 * count * work.boundary_bytes
     # gloo's reduce-scatter is an all-reduce, and does not overlap
     on_cpu = backend_for(cluster.backend, cluster.device) == "gloo"
-    gathers = (2 if layout.pipeline == 1 else 1) + (2 if on_cpu else 1)
-    waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, layout.tensor, near)
-    if layout.pipeline > 1:
-        between = spanned(cluster, layout.pipeline, strides["pipeline"])
+    gathers = (2 if pipeline == 1 else 1) + (2 if on_cpu else 1)
+    waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, tensor, near)
+    if pipeline > 1:
+        between = spanned(cluster, pipeline, strides["pipeline"])
         waited += 2 * message_seconds(work.boundary_bytes, between) * count
-    along = spanned(cluster, layout.data, strides["data"])
-    along_data = gathers * all_gather_seconds(held, layout.data, along)
+    along = spanned(cluster, data, strides["data"])
+    along_data = gathers * all_gather_seconds(held, data, along)
     exposed = waited + exposed_seconds(along_data, 0.0 if on_cpu else work.overlap * work.compute_seconds)
-    sharded = gathers * ring_share(layout.data) * held
-    share = (2 * held + work.optimizer_bytes * held / work.parameter_bytes) / layout.data
-    memory = share + (2 * work.unit_bytes / layout.tensor if layout.data > 1 else 0.0)
-    memory += work.activation_bytes * min(count, layout.pipeline) / (layout.tensor * layout.pipeline)
-    sent = sharded + passed + 2 * ring_share(layout.tensor) * reduced
-    idle = bubble_share(layout.pipeline, count, stages // layout.pipeline)
-    across = sharded * leaving(cluster, layout.data, strides["data"])
-    across += passed * leaving(cluster, layout.pipeline, strides["pipeline"])
+    sharded = gathers * ring_share(data) * held
+    share = (2 * held + work.optimizer_bytes * held / work.parameter_bytes) / data
+    memory = share + (2 * work.unit_bytes / tensor if data > 1 else 0.0)
+    memory += work.activation_bytes * min(count, pipeline) / layout.of_part
+    sent = sharded + passed + 2 * ring_share(tensor) * reduced
+    idle = bubble_share(pipeline, count, stages // pipeline)
+    across = sharded * leaving(cluster, data, strides["data"])
+    across += passed * leaving(cluster, pipeline, strides["pipeline"])
     return Cost(memory, sent, across, waited + along_data, idle, exposed)
