@@ -55,6 +55,10 @@ def pytest_collection() -> Iterator[None]:
     """Import the tests without garbage collection, which would scan all of them again and again and find nothing."""
     gc.disable()
     yield
+    if torch := sys.modules.get("torch"):  # not in the process that only distributes tests
+        # the first backward pass starts a thread for each kind of device, and after that no fork may compute gradients:
+        # it must not be that of a test after one that makes a further kind of device known
+        torch.ones((), requires_grad=True).backward()
     gc.freeze()
     gc.enable()
 

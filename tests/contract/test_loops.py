@@ -42,6 +42,7 @@ ORDERED: dict[str, tuple[Strategy, int, Sequence[Case]]] = {
 LOGICAL_RANKS = 4
 
 
+@pytest.mark.timeout(900)  # some hundred small runs
 def test_ordered_sums_give_every_case_one_digest_or_a_refusal() -> None:
     ended = {
         name: outcomes(strategy, cases, size, logical_ranks=LOGICAL_RANKS)

@@ -86,7 +86,7 @@ def test_alerts_are_tags_also_that_of_a_slower_transport(tmp_path: Path, monkeyp
     listener(TransportFellBack("NCCL uses plain sockets.", {"socket": 2}, "eth0"))
     listener(CheckpointFailed(5, "the disk is full" * 99, None, 1))
     tags = logged(mlflow.MlflowClient(tracking_uri=uri))[0].data.tags
-    assert tags["worldsize.net"] == "NCCL uses plain sockets."
+    assert tags["worldsize.transport"] == "NCCL uses plain sockets."
     assert tags["worldsize.failed_save"].startswith("step 5: the checkpoint could not be written: the disk is full")
 
 
