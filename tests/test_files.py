@@ -23,7 +23,6 @@ OTHERS = {  # what reads files by itself, none of which lies in the folder of a 
     "launch/examine.py": "the test of whether data can be opened",
     "launch/sweep.py": "a private folder of a sweep",
     "launch/host_check.py": "the lock and the sources of this installation",
-    "launch/side_by_side.py": "a private folder of a sweep",
     "files.py": "the function that opens the files of a run",
     "observe/health/": "what the kernel says",
     "observe/subprocess_listeners.py": "a pipe to a process of its own",

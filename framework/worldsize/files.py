@@ -28,22 +28,15 @@ def open_regular(path: Path, *, append: bool = False) -> BinaryIO:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        if (run := _run_of(path)) and not _real_path(path, descriptor).is_relative_to(run.resolve()):
+        run = next((each for each in path.absolute().parents if os.path.lexists(each / RECORD)), None)
+        # the path without links, which nobody can replace meanwhile on Linux
+        real = Path(f"/proc/self/fd/{descriptor}").readlink() if sys.platform == "linux" else path.resolve()
+        if run and not real.is_relative_to(run.resolve()):
             raise OSError(errno.ELOOP, "a link leads out of the run folder", str(path))
         return os.fdopen(descriptor, "a+b" if append else "rb")
     except BaseException:
         os.close(descriptor)
         raise
-
-
-def _run_of(path: Path) -> Path | None:
-    """Return the run folder that ``path`` lies in, by its name; None if there is none."""
-    return next((each for each in path.absolute().parents if os.path.lexists(each / RECORD)), None)
-
-
-def _real_path(path: Path, descriptor: int) -> Path:
-    """Return the path without links of an open file, which nobody can replace meanwhile on Linux."""
-    return Path(f"/proc/self/fd/{descriptor}").readlink() if sys.platform == "linux" else path.resolve()
 
 
 def read_regular(path: Path, *, at_most: int) -> bytes:

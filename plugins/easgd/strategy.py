@@ -13,18 +13,7 @@ from torch.optim import Optimizer
 from plugins.easgd.centre import Centre, Link, Operation, joined
 from plugins.easgd.replica import ElasticReplica
 from worldsize.collectives.cluster_cost import across, served_bytes, served_seconds, whole_bytes
-from worldsize.core import (
-    Cluster,
-    ConfigError,
-    Cost,
-    Range,
-    Recipe,
-    Replica,
-    Role,
-    RunContext,
-    Strategy,
-    Workload,
-)
+from worldsize.core import Cluster, ConfigError, Cost, Range, Recipe, Replica, Role, RunContext, Strategy, Workload
 from worldsize.net.credentials import Credentials, create_authority, issue_certificate
 from worldsize.net.endpoints import address_of, listen
 from worldsize.net.registry import Dialer, Registry

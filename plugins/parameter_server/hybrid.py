@@ -16,13 +16,7 @@ from plugins.parameter_server.protocol import Operation, Peer, Peers
 from plugins.parameter_server.remote_embedding import linked_model, remotes, take_gradients
 from plugins.parameter_server.row_store import Sharding, check_rows
 from plugins.parameter_server.row_tables import RowGradients, RowRule
-from plugins.parameter_server.server_group import (
-    ServerGroup,
-    Transport,
-    joined_rows,
-    train_state_of,
-    with_tables,
-)
+from plugins.parameter_server.server_group import ServerGroup, Transport, joined_rows, train_state_of, with_tables
 from plugins.parameter_server.shard import Rule
 from plugins.parameter_server.shard_link import ShardLink
 from plugins.parameter_server.sharding import ShardingPlan

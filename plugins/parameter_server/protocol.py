@@ -19,15 +19,7 @@ import torch
 
 from worldsize.checkpoint.manifest_tree import join, split
 from worldsize.net.channel import Channel, LostError
-from worldsize.net.frames import (
-    DTYPES,
-    MAX_MESSAGE_BYTES,
-    CommonOperation,
-    Header,
-    RefusedError,
-    message,
-    view,
-)
+from worldsize.net.frames import DTYPES, MAX_MESSAGE_BYTES, CommonOperation, Header, RefusedError, message, view
 from worldsize.net.registry import Dialer
 from worldsize.strict_json import parse
 

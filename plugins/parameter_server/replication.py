@@ -16,13 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
-from plugins.parameter_server.protocol import (
-    Fields,
-    Operation,
-    Sessions,
-    receive_tree,
-    send_tree,
-)
+from plugins.parameter_server.protocol import Fields, Operation, Sessions, receive_tree, send_tree
 from plugins.parameter_server.shard import PushReceiver
 from worldsize.net.channel import Channel, LostError
 from worldsize.net.frames import CommonOperation, Header, RefusedError

@@ -19,11 +19,7 @@ from torch.optim import Optimizer
 
 from plugins.parameter_server.protocol import Operation, Sessions, shard_service
 from plugins.parameter_server.remote_embedding import RemoteTable, remotes, rowless_model
-from plugins.parameter_server.replication import (
-    RegisteredMastership,
-    ReplicationLog,
-    Succession,
-)
+from plugins.parameter_server.replication import RegisteredMastership, ReplicationLog, Succession
 from plugins.parameter_server.row_store import RowUpdate, update_of
 from plugins.parameter_server.row_tables import RowRule, Rows, Table, initial_rows
 from plugins.parameter_server.server import SERVER_PREFIX, ShardServer

@@ -13,12 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from plugins.parameter_server.gradients import (
-    Gradient,
-    GradientCodec,
-    StepGradients,
-    UnitLog,
-)
+from plugins.parameter_server.gradients import Gradient, GradientCodec, StepGradients, UnitLog
 from plugins.parameter_server.protocol import Fields, Operation
 from plugins.parameter_server.row_tables import Rows
 from plugins.parameter_server.shard_parameters import ShardParameters

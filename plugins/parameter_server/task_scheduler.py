@@ -13,11 +13,7 @@ from itertools import count
 from typing import Any, final
 
 from plugins.parameter_server.protocol import Operation
-from plugins.parameter_server.task_pool import (
-    EvaluationTasks,
-    StalenessScheduler,
-    TaskPool,
-)
+from plugins.parameter_server.task_pool import EvaluationTasks, StalenessScheduler, TaskPool
 from worldsize.collectives.exact import Sums
 from worldsize.collectives.peer_waits import PEER_WAIT
 from worldsize.errors import WorldsizeError

@@ -15,13 +15,7 @@ from torch import Tensor, nn
 
 from plugins.parameter_server.shard_link import DenseLinks, ShardLink
 from plugins.parameter_server.sharding import ShardingPlan, parameters_by_optimizer
-from plugins.parameter_server.task_loop import (
-    Task,
-    TaskLoop,
-    UnownedWeights,
-    evaluated_part,
-    served_watch,
-)
+from plugins.parameter_server.task_loop import Task, TaskLoop, UnownedWeights, evaluated_part, served_watch
 from worldsize.collectives.ordered import PartialSums
 from worldsize.collectives.step_timer import phase
 from worldsize.core import ConfigError, MultiUpdateRecipe, RunContext

@@ -19,12 +19,7 @@ from torch import Tensor, nn
 from plugins.parameter_server.remote_embedding import TableLinks, remotes, take_gradients
 from plugins.parameter_server.shard_link import DenseLinks, ShardLink
 from plugins.parameter_server.sharding import BucketKey, ShardingPlan, ShardLayout
-from plugins.parameter_server.task_loop import (
-    TaskLoop,
-    UnownedWeights,
-    evaluated_part,
-    served_watch,
-)
+from plugins.parameter_server.task_loop import TaskLoop, UnownedWeights, evaluated_part, served_watch
 from worldsize.collectives.ordered import PartialSums
 from worldsize.collectives.step_timer import phase
 from worldsize.core import LossOutput, Recipe, RunContext

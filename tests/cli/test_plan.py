@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from worldsize.cli.plan import rank_table
 from worldsize.collectives.cost import ring_all_reduce_seconds, ring_payload_bytes
 from worldsize.core import Cluster, Link, Workload
 from worldsize.observe.report.page import page
 from worldsize.plan.advice import size_text
-from worldsize.plan.rank_table import rank_table
 from worldsize.record.manifest import write_manifest
 from worldsize.strategies.ddp import DDP
 

@@ -23,8 +23,8 @@ from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.synchronous import alone
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.plain import plain_step
 from worldsize.testing.recipes import Chain
+from worldsize.testing.training import plain_step
 from worldsize.testing.worlds import gathered
 
 STEPS, BATCH = 4, 16

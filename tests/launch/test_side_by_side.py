@@ -7,7 +7,7 @@ import subprocess
 import threading
 from pathlib import Path
 
-from worldsize.launch.side_by_side import SideBySide
+from worldsize.launch.sweep import SideBySide
 
 
 def test_a_signal_that_another_thread_gets_is_passed_on_while_the_main_thread_waits(tmp_path: Path) -> None:

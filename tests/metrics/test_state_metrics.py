@@ -23,8 +23,8 @@ from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
-from worldsize.testing.plain import evaluate
 from worldsize.testing.recipes import Chain
+from worldsize.testing.training import evaluate
 from worldsize.testing.worlds import run_in_worlds
 
 BATCH = 4  # of 23 samples: six batches, the last one short

@@ -23,7 +23,7 @@ from worldsize.data.batches import collate_of
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.single import Single
-from worldsize.testing.plain import evaluate
+from worldsize.testing.training import evaluate
 from worldsize.testing.worlds import run_in_worlds
 
 ROWS = 29  # four batches, the last one short

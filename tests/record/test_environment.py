@@ -11,12 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from worldsize.record.environment import (
-    capture_environment,
-    hardware,
-    relevant_variables,
-    write_environment,
-)
+from worldsize.record.environment import capture_environment, hardware, relevant_variables, write_environment
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.strategies.step_buffers import BufferMean
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.plain import plain_step
 from worldsize.testing.recipes import Chain
+from worldsize.testing.training import plain_step
 from worldsize.testing.worlds import run_in_worlds
 
 LOGICAL, BATCH, STEPS = 4, 24, 3

@@ -21,6 +21,7 @@ from worldsize.checkpoint.format import Retention, complete, read
 from worldsize.checkpoint.load import load, newest
 from worldsize.checkpoint.manifest_tree import split
 from worldsize.checkpoint.save import Saver
+from worldsize.cli.plan import rank_table
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import (
     Cluster,
@@ -35,7 +36,6 @@ from worldsize.core import (
     Strategy,
     World,
 )
-from worldsize.plan.rank_table import rank_table
 from worldsize.record.determinism import seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP

@@ -34,8 +34,8 @@ from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.plain import evaluate
 from worldsize.testing.recipes import AveragedChain, Chain
+from worldsize.testing.training import evaluate
 from worldsize.testing.worlds import run_in_worlds
 from worldsize.train.averaging import AveragedReplica, evaluate_all
 

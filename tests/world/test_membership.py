@@ -14,14 +14,7 @@ from typing import Any
 import pytest
 
 from worldsize.errors import WorldsizeError
-from worldsize.world.membership import (
-    NEWCOMER,
-    Membership,
-    MembershipChannel,
-    MembershipEndedError,
-    receive,
-    send,
-)
+from worldsize.world.membership import NEWCOMER, Membership, MembershipChannel, MembershipEndedError, receive, send
 
 SECOND = Membership(2, (0, 2), (7, 7), {1: "killed by SIGKILL"})
 

@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,14 +44,15 @@ from worldsize.plan.advice import (
     unfit,
 )
 from worldsize.plan.curve import Curve, PayloadSweep, sizes_in
-from worldsize.plan.earlier_runs import earlier_runs, measured_restart, measured_save, newest_like
-from worldsize.plan.rank_table import rank_table
+from worldsize.plan.finish import earlier_runs, measured_restart, measured_save, newest_like
 from worldsize.record.redaction import redacted_arguments
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
     from worldsize.plan.predictor import Forecast, Predictor
 
+
+_MOST, _SHOWN = 64, 16  # ranks to show; of more, the first and the last
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -342,3 +344,29 @@ def _retuning_text(settings: Settings) -> str | None:
 def _folder(settings: Settings) -> Path:
     """Return the folder of the runs of this recipe."""
     return settings.run.root / choices()["recipe"]
+
+
+def rank_table(cluster: Cluster, groups: Mapping[str, Sequence[Sequence[int]]]) -> Table:
+    """Build a table of processes: node, and on each axis the coordinate and the ranks of its group."""
+    table = Table("rank", "node", "local rank", *(f"{axis}: ranks" for axis in groups))
+    places = {axis: _places(members) for axis, members in groups.items()}
+    omitted = range(_SHOWN // 2, cluster.processes - _SHOWN // 2) if cluster.processes > _MOST else range(0)
+    for rank in range(cluster.processes):
+        if rank in omitted:
+            if rank == omitted[0]:
+                table.add_row("...")
+            continue
+        node, local = divmod(rank, cluster.processes_per_node)
+        table.add_row(*map(str, (rank, node, local)), *(places[axis].get(rank, "") for axis in groups))
+    return table
+
+
+def _places(groups: Sequence[Sequence[int]]) -> dict[int, str]:
+    shown = ((group, _short(group)) for group in groups)
+    return {rank: f"{place}: {text}" for group, text in shown for place, rank in enumerate(group)}
+
+
+def _short(ranks: Sequence[int]) -> str:
+    """Format ranks at equal distances as "0 8 .. 56"."""
+    even = len({after - before for before, after in pairwise(ranks)}) == 1
+    return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}" if even and len(ranks) > 4 else " ".join(map(str, ranks))

@@ -18,8 +18,8 @@ from worldsize.config.cluster import with_tiers, with_topology
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, task_overrides
 from worldsize.config.learning_rate import scaled_lr, with_rate
 from worldsize.config.search_path import installed, make_importable, roots
-from worldsize.config.settings import RunShape, Settings, load_settings, load_shape, recipe_of
-from worldsize.config.shape import nodes_of, with_processes
+from worldsize.config.settings import Settings, load_settings, load_shape, recipe_of
+from worldsize.config.shape import RunShape, nodes_of, with_processes
 from worldsize.core import Recipe
 from worldsize.data.batches import is_iterable
 from worldsize.data.order import epoch_length, steps_of

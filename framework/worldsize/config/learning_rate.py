@@ -11,13 +11,13 @@ import math
 from copy import deepcopy
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:
-    from worldsize.config.settings import RunShape
+    from worldsize.config.shape import RunShape
 
 
 def rate_factor(rule: str, *, samples: float, base: float) -> float:
@@ -129,8 +129,7 @@ def with_rate(cfg: DictConfig) -> DictConfig:
 
 def _taker_of_rate(cfg: DictConfig, section: str) -> str | None:
     """Return a key in ``section``, or in sections that it refers to, whose value uses ``${lr}``, else None."""
-    node = cfg._get_node(section)
-    if not isinstance(node, Node) or node._is_missing():
+    if OmegaConf.is_missing(cfg, section):
         return None
     try:
         value = cfg[section]

@@ -120,6 +120,16 @@ class EvaluationConfig:
         if not self.splits or len({*self.splits}) < len(self.splits):
             raise ConfigError(f"evaluation.splits={list(self.splits)} must name at least one split, and each once.")
 
+    def check_known(self, known: Sequence[str]) -> None:
+        """Raise ConfigError unless the recipe, whose splits are ``known``, has these splits."""
+        for split in self.splits:
+            if not is_split(split):
+                raise ConfigError(
+                    f"evaluation.splits: {split!r} is no name of a split. Call it by a word, without a slash."
+                )
+            if split not in known:
+                raise ConfigError(f"evaluation.splits: the recipe has no split {split!r}{neighbours(split, known)}")
+
     def check_metric(self, metric: str | None, *, key: str) -> None:
         """Raise ConfigError if ``key`` of the configuration names a metric of a split that is not evaluated."""
         split, name = split_of(metric or "")
@@ -128,14 +138,6 @@ class EvaluationConfig:
                 f"{key}={metric} is a metric of {split!r}, and evaluation.splits={list(self.splits)} does "
                 f"not evaluate that. Set {key}={metric_key(self.splits[0], name)}, or add the split."
             )
-
-
-def check_split(split: str, known: Sequence[str], *, key: str) -> None:
-    """Raise ConfigError unless ``split``, which ``key`` names, is one of the recipe's."""
-    if not is_split(split):
-        raise ConfigError(f"{key}: {split!r} is no name of a split. Call it by a word, without a slash.")
-    if split not in known:
-        raise ConfigError(f"{key}: the recipe has no split {split!r}{neighbours(split, known)}")
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from worldsize.config.schema import (
     RateScaling,
     RunConfig,
     TrainingConfig,
-    check_split,
 )
 from worldsize.config.section import typed
 from worldsize.config.shape import (
+    AnyLauncher,
+    RunShape,
     check_activations,
     check_autoscale,
     check_backend,
@@ -39,14 +40,11 @@ from worldsize.config.shape import (
     check_remembers,
 )
 from worldsize.core import (
-    AgentLauncher,
     Autoscaler,
-    BatchLauncher,
     Cluster,
     ConfigError,
     Dealing,
     HealthLimits,
-    Launcher,
     LaunchMethod,
     Listener,
     Numerics,
@@ -66,38 +64,6 @@ from worldsize.train.early_stopping import EarlyStopping
 from worldsize.train.faults import Faults
 from worldsize.train.fit import LoopConfig
 from worldsize.train.initial_weights import InitialWeights
-from worldsize.world.roles import heals
-
-AnyLauncher = Launcher | AgentLauncher | BatchLauncher
-
-
-@dataclass(frozen=True)
-class RunShape:
-    """The processes of a run and how they agree: what is known of it before its recipe."""
-
-    run: RunConfig
-    cluster: Cluster
-    strategy: Strategy
-    determinism: Determinism
-    launcher: AnyLauncher
-    roles: Mapping[str, Role]
-    logical_ranks: int
-    rate_scaling: RateScaling
-
-    @property
-    def heals(self) -> bool:
-        """Whether the processes that train go on without those that die."""
-        return heals(self.roles)
-
-    @property
-    def trains(self) -> bool:
-        """Whether the run trains, and neither evaluates a checkpoint nor examines its cluster."""
-        return self.run.evaluates is None and self.run.examine is None
-
-    @property
-    def excludes_slow(self) -> bool:
-        """Whether the run moves to another job, without a host on which a rank is slow."""
-        return isinstance(self.launcher, BatchLauncher) and self.launcher.exclude_slow
 
 
 @dataclass(frozen=True)
@@ -207,10 +173,14 @@ def load_settings(config: Mapping[str, Any], shape: RunShape | None = None) -> S
     cluster, strategy, logical_ranks = shape.cluster, shape.strategy, shape.logical_ranks
     allowed = _allowed(config)
     training = typed(TrainingConfig, config, schedule_metric=_canonical(config.get("schedule_metric")))
+    metric = _canonical(config["early_stopping"]["metric"])
+    training.check_evaluates("early_stopping.metric", metric)
     keep = build(config["checkpoint"]["keep"], Retention, allowed=allowed, key="checkpoint.keep")
     checkpoint = typed(CheckpointConfig, config["checkpoint"], keep=keep)
     observe = _observe(config, _listeners(config, allowed), cluster)
-    _check_groups(config, allowed)
+    for group in ("optimizer", "schedule", "data"):  # under the names that a user types
+        if (node := config[group]) and any(node == value for value in config["recipe"].values()):
+            check_node(node, allowed=allowed, key=group)
     exact = shape.determinism.exact_mode
     numerics = _numerics(config, strategy, cluster, exact=exact)
     check_copies(shape.roles, strategy, checkpoint.peers)
@@ -231,9 +201,10 @@ def load_settings(config: Mapping[str, Any], shape: RunShape | None = None) -> S
         checkpoint=checkpoint,
         average=_average(config["ema"], strategy),
         initial=initial,
-        early_stopping=_early_stopping(config["early_stopping"], training),
+        early_stopping=None if metric is None else typed(EarlyStopping, config["early_stopping"], metric=metric),
         observe=observe,
-        agents=_agents(config["cluster"]),
+        # hosts that the configuration names are in order already
+        agents=typed(AgentsConfig, config["cluster"], **({"topology": None} if "hosts" in config["cluster"] else {})),
         numerics=numerics,
         recipe=recipe,
         faults=Faults.parsed(config["faults"]),
@@ -268,8 +239,7 @@ def _autoscaler(
 
 def _evaluation(config: Mapping[str, Any], recipe: Recipe, keep: Retention) -> EvaluationConfig:
     evaluation = typed(EvaluationConfig, config["evaluation"])
-    for split in evaluation.splits:
-        check_split(split, recipe.splits(), key="evaluation.splits")
+    evaluation.check_known(recipe.splits())
     evaluation.check_metric(keep.best, key="checkpoint.keep.best")
     evaluation.check_metric(config.get("schedule_metric"), key="schedule_metric")
     for group in ("early_stopping", "sweep"):
@@ -296,13 +266,6 @@ def _average(node: Mapping[str, Any], strategy: Strategy) -> WeightAverage | Non
     return typed(WeightAverage, node)
 
 
-def _early_stopping(node: Mapping[str, Any], training: TrainingConfig) -> EarlyStopping | None:
-    if node["metric"] is None:
-        return None
-    training.check_evaluates("early_stopping.metric", node["metric"])
-    return typed(EarlyStopping, node, metric=_canonical(node["metric"]))
-
-
 def _canonical(metric: str | None) -> str | None:
     """Return the metric's name as metrics.jsonl has it: ``loss`` for "test/loss"."""
     return None if metric is None else metric_key(*split_of(metric))
@@ -317,11 +280,6 @@ def _observe(
     return typed(
         ObserveConfig, node, health=health, profile=typed(ProfileConfig, config["profile"]), listeners=listeners
     )
-
-
-def _agents(cluster: Mapping[str, Any]) -> AgentsConfig:
-    """Return how agents meet; hosts that the configuration names are in order already."""
-    return typed(AgentsConfig, cluster, **({"topology": None} if "hosts" in cluster else {}))
 
 
 def _listeners(config: Mapping[str, Any], allowed: Allowed) -> Mapping[str, Callable[..., Listener]]:
@@ -360,10 +318,3 @@ def recipe_of(config: Mapping[str, Any]) -> Recipe:
 
 def _allowed(config: Mapping[str, Any]) -> Allowed:
     return Allowed((*Allowed().prefixes, *config["run"].get("packages", ()), *config.get("allow_targets", ())))
-
-
-def _check_groups(config: Mapping[str, Any], allowed: Allowed) -> None:
-    """Check the groups of the configuration that the recipe refers to, under the names that a user types."""
-    for group in ("optimizer", "schedule", "data"):
-        if (node := config[group]) and any(node == value for value in config["recipe"].values()):
-            check_node(node, allowed=allowed, key=group)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from worldsize.config.schema import RateScaling, RunConfig
 from worldsize.core import (
+    AgentLauncher,
     Autoscaler,
+    BatchLauncher,
     Cluster,
+    Launcher,
     LaunchMethod,
     MultiUpdateRecipe,
     Numerics,
@@ -19,11 +24,44 @@ from worldsize.core import (
 )
 from worldsize.devices import backend_for, backend_names
 from worldsize.errors import ConfigError, neighbours
+from worldsize.record.determinism import Determinism
 from worldsize.world.roles import block_of, heals
 
 _logger = logging.getLogger(__name__)
 
 _MOST_SAMPLES = 10**8  # of a micro-batch: the objects of so many fill the memory of the largest machines
+
+
+AnyLauncher = Launcher | AgentLauncher | BatchLauncher
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """The processes of a run and how they agree: what is known of it before its recipe."""
+
+    run: RunConfig
+    cluster: Cluster
+    strategy: Strategy
+    determinism: Determinism
+    launcher: AnyLauncher
+    roles: Mapping[str, Role]
+    logical_ranks: int
+    rate_scaling: RateScaling
+
+    @property
+    def heals(self) -> bool:
+        """Whether the processes that train go on without those that die."""
+        return heals(self.roles)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run trains, and neither evaluates a checkpoint nor examines its cluster."""
+        return self.run.evaluates is None and self.run.examine is None
+
+    @property
+    def excludes_slow(self) -> bool:
+        """Whether the run moves to another job, without a host on which a rank is slow."""
+        return isinstance(self.launcher, BatchLauncher) and self.launcher.exclude_slow
 
 
 def nodes_of(hosts: Sequence[str], *, spare: int) -> int:

@@ -1,14 +1,6 @@
 """The contracts of worldsize. Imports torch, the standard library and worldsize.errors, nothing else."""
 
-from worldsize.core.cluster import (
-    Cluster,
-    ContainerImage,
-    Link,
-    Pinning,
-    Role,
-    Spot,
-    World,
-)
+from worldsize.core.cluster import Cluster, ContainerImage, Link, Pinning, Role, Spot, World
 from worldsize.core.context import (
     CheckpointSource,
     DataSource,
@@ -72,16 +64,7 @@ from worldsize.core.recipe import (
 )
 from worldsize.core.recipe_kinds import FeatureRecipe, Features, MultiUpdateRecipe, Update
 from worldsize.core.state_metric import StateMetric, StateReduction
-from worldsize.core.strategy import (
-    Capability,
-    Cost,
-    Dealing,
-    Reduction,
-    Replica,
-    StepResult,
-    Strategy,
-    Workload,
-)
+from worldsize.core.strategy import Capability, Cost, Dealing, Reduction, Replica, StepResult, Strategy, Workload
 from worldsize.core.streams import ShardedStream, StatefulStream
 from worldsize.errors import ConfigError, NonfiniteLossError, WorldsizeError
 

@@ -25,16 +25,7 @@ from typing import Any, Literal, final
 from filelock import FileLock, Timeout
 
 from worldsize.data.texts import Encoder, TextFormat, Tokenizer, dtype_of, input_files
-from worldsize.data.token_shards import (
-    MANIFEST,
-    Made,
-    Piece,
-    listed_sizes,
-    make,
-    pieces_of,
-    sha256_of,
-    write_json,
-)
+from worldsize.data.token_shards import MANIFEST, Made, Piece, listed_sizes, make, pieces_of, sha256_of, write_json
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.world.processes import die_with_parent
 

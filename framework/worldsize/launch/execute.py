@@ -22,16 +22,7 @@ from worldsize.config.composed import check_effects, lengths_of, settings_of
 from worldsize.config.objective import Trial, is_search, value_of
 from worldsize.config.settings import Settings
 from worldsize.config.shape import check_resumes
-from worldsize.core import (
-    AgentLauncher,
-    BatchLauncher,
-    Cluster,
-    Failure,
-    Launcher,
-    LaunchMethod,
-    Outcome,
-    Plan,
-)
+from worldsize.core import AgentLauncher, BatchLauncher, Cluster, Failure, Launcher, LaunchMethod, Outcome, Plan
 from worldsize.data.order import sample_lengths
 from worldsize.data.source import check_paths
 from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, WorldsizeError

@@ -25,12 +25,7 @@ from worldsize.data.permutation import ORDER
 from worldsize.errors import neighbours
 from worldsize.record import determinism
 from worldsize.record.code import Code, capture_code
-from worldsize.record.environment import (
-    capture_environment,
-    hardware,
-    relevant_variables,
-    write_environment,
-)
+from worldsize.record.environment import capture_environment, hardware, relevant_variables, write_environment
 from worldsize.record.inputs import check_data, digest_of, fingerprint, keep, kept_folder, recipe_fingerprint
 from worldsize.record.level import (
     NOT_TRAINED,

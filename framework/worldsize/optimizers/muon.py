@@ -14,14 +14,7 @@ from torch.optim import AdamW, Optimizer
 from worldsize.core import Range
 from worldsize.errors import ConfigError, neighbours
 from worldsize.optimizers.arguments import check_tuples
-from worldsize.optimizers.groups import (
-    Group,
-    check_patterns,
-    divided,
-    embedding_weights,
-    groups_of,
-    matches,
-)
+from worldsize.optimizers.groups import Group, check_patterns, divided, embedding_weights, groups_of, matches
 
 _Scale = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 

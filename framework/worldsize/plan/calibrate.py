@@ -14,16 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from worldsize.core import (
-    ConfigError,
-    MicroBatch,
-    MultiUpdateRecipe,
-    Numerics,
-    Recipe,
-    RunContext,
-    Workload,
-    World,
-)
+from worldsize.core import ConfigError, MicroBatch, MultiUpdateRecipe, Numerics, Recipe, RunContext, Workload, World
 from worldsize.data.batches import collate_of
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order

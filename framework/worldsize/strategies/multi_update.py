@@ -17,15 +17,7 @@ from torch.optim import Optimizer
 from worldsize.collectives.ordered import summation_tree
 from worldsize.collectives.per_rank import make_equal
 from worldsize.collectives.step_timer import phase
-from worldsize.core import (
-    ConfigError,
-    MicroBatch,
-    MultiUpdateRecipe,
-    Recipe,
-    Reduction,
-    RunContext,
-    StepResult,
-)
+from worldsize.core import ConfigError, MicroBatch, MultiUpdateRecipe, Recipe, Reduction, RunContext, StepResult
 from worldsize.strategies.gradient_reducer import GradientReducer, Presence, PresenceExchange
 from worldsize.strategies.loss_record import LossRecord, step_metrics
 from worldsize.strategies.model_replica import ModelFlags, ModelReplica

@@ -17,15 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.ordered import (
-    LARGEST,
-    Counter,
-    Tree,
-    gathered_mean,
-    is_small,
-    reduce_ordered,
-    sum_level,
-)
+from worldsize.collectives.ordered import LARGEST, Counter, Tree, gathered_mean, is_small, reduce_ordered, sum_level
 from worldsize.collectives.reductions import CODECS, Encoded, RandomK, TopK
 from worldsize.collectives.staged import Summation, finished
 from worldsize.collectives.step_timer import phase

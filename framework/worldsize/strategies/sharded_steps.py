@@ -28,13 +28,7 @@ from worldsize.core import ConfigError, Recipe
 from worldsize.optimizers.groups import all_parameters
 from worldsize.strategies.optimizer_checks import ELEMENTWISE
 from worldsize.strategies.optimizer_trial import Trial, described
-from worldsize.strategies.step_hooks import (
-    StrategyHook,
-    enclose_steps,
-    hook_name,
-    recipe_hooks,
-    wrap_recipe_hooks,
-)
+from worldsize.strategies.step_hooks import StrategyHook, enclose_steps, hook_name, recipe_hooks, wrap_recipe_hooks
 
 _LOCAL = tuple(kind for kind in ELEMENTWISE if kind is not Adagrad)  # which makes its state of DTensors, before a step
 

@@ -38,11 +38,7 @@ from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.model_replica import CAPABILITIES
 from worldsize.strategies.multi_train_state import MultiTrainState, optimizers_of
 from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
-from worldsize.strategies.optimizer_checks import (
-    refuse_divided_state,
-    refuse_joint_updates,
-    refuse_unsent,
-)
+from worldsize.strategies.optimizer_checks import refuse_divided_state, refuse_joint_updates, refuse_unsent
 from worldsize.strategies.reducers import gradient_reducer, interruptible_reducer
 from worldsize.strategies.schedules import Schedule
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state, multi_meta_states

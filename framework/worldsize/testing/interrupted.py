@@ -13,16 +13,7 @@ from torch import Tensor, nn
 from worldsize.checkpoint.manifest_tree import join, split
 from worldsize.collectives.gather_full import gather_full
 from worldsize.collectives.per_rank import local
-from worldsize.core import (
-    BufferRule,
-    FaultPoints,
-    MicroBatch,
-    Recipe,
-    Replica,
-    RunContext,
-    Strategy,
-    TensorStyle,
-)
+from worldsize.core import BufferRule, FaultPoints, MicroBatch, Recipe, Replica, RunContext, Strategy, TensorStyle
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.testing.loops import Loop

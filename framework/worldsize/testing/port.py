@@ -44,12 +44,7 @@ from worldsize.data.batches import collate_of
 from worldsize.data.loader import drawn
 from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.record.determinism import seed_generators, stream
-from worldsize.testing.port_causes import (
-    first_different,
-    loss_causes,
-    shown_difference,
-    weight_difference,
-)
+from worldsize.testing.port_causes import first_different, loss_causes, shown_difference, weight_difference
 from worldsize.testing.port_runs import (
     PortConfig,
     Reference,

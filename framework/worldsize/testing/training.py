@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from worldsize.checkpoint.format import Retention
 from worldsize.checkpoint.load import load, newest
@@ -20,12 +21,15 @@ from worldsize.checkpoint.save import Saver
 from worldsize.collectives.gather_full import gather_full
 from worldsize.collectives.per_rank import local
 from worldsize.core import (
+    Batch,
     CheckpointSource,
     Cluster,
     ConfigError,
     DataSource,
     EvaluationBatch,
+    EvaluationBatches,
     MicroBatch,
+    MultiUpdateRecipe,
     Recipe,
     Rendezvous,
     Replica,
@@ -34,10 +38,12 @@ from worldsize.core import (
     Strategy,
     World,
 )
-from worldsize.data.batches import collate_of, fetch
+from worldsize.data.batches import Collate, collate_of, fetch
 from worldsize.data.loader import drawn, evaluation_batches, micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.testing.plain import evaluate, plain_step
+from worldsize.strategies.loss_record import mean_loss
+from worldsize.strategies.multi_train_state import optimizers_of
+from worldsize.strategies.train_state import optimizer_of
 from worldsize.testing.port_runs import mean_of
 from worldsize.testing.recipes import ByMetric, Chain
 from worldsize.testing.worlds import gathered, run_in_worlds
@@ -45,6 +51,58 @@ from worldsize.train.faults import Heap
 from worldsize.worker.step_memory import StepMemory, writes_states
 from worldsize.world.roles import role_ranks
 from worldsize.world.scratch import temporary_folder
+
+Step = Callable[[Batch, int], float]
+
+
+def plain_step(recipe: Recipe, model: nn.Module) -> Step:
+    """Return a function that trains ``model`` by one step, and returns the loss before the update.
+
+    The function takes a batch and the number of the step, from 1.
+    """
+    return _several_updates(recipe, model) if isinstance(recipe, MultiUpdateRecipe) else _one_update(recipe, model)
+
+
+def _one_update(recipe: Recipe, model: nn.Module) -> Step:
+    optimizer = optimizer_of(recipe, model)
+
+    def step(batch: Batch, _: int) -> float:
+        loss = mean_loss(recipe.loss(model, batch))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def _several_updates(recipe: MultiUpdateRecipe, model: nn.Module) -> Step:
+    optimizers = optimizers_of(recipe, model)
+    schedules = recipe.schedules(optimizers)
+
+    def step(batch: Batch, number: int) -> float:
+        total = 0.0
+        for names, loss in recipe.updates(model, batch, number):
+            model.zero_grad()
+            mean_loss(loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            for name in (names,) if isinstance(names, str) else names:
+                optimizers[name].step()
+                if name in schedules:
+                    schedules[name].step()
+            total += float(mean_loss(loss).detach())
+        return total
+
+    return step
+
+
+def evaluate(
+    replica: Replica, dataset: Any, world: World, *, batch_size: int, collate: Collate = default_collate
+) -> Mapping[str, float]:
+    """Return the metrics of the whole ``dataset``; every sample counts once, however many ranks there are."""
+    return replica.evaluate(
+        EvaluationBatches(lambda: evaluation_batches(dataset, world, batch_size=batch_size, collate=collate))
+    )
+
 
 STEPS, BATCH, SEED = 20, 24, 3
 _TESTED = 5  # samples of a batch of an evaluation

@@ -12,16 +12,7 @@ from typing import Any, Literal, final
 from torch import Tensor
 
 from worldsize.checkpoint.save import Saver
-from worldsize.core import (
-    CheckpointFailed,
-    CheckpointSaved,
-    Emit,
-    Evaluated,
-    Event,
-    RunStarted,
-    StateDict,
-    StepDone,
-)
+from worldsize.core import CheckpointFailed, CheckpointSaved, Emit, Evaluated, Event, RunStarted, StateDict, StepDone
 from worldsize.errors import CheckpointError, SaveFailedError
 from worldsize.record.metrics import last_metrics
 from worldsize.train.agreement import Wishes

@@ -19,17 +19,7 @@ from worldsize.checkpoint.load import load, newest
 from worldsize.collectives.gather_full import use_full
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.config.settings import Settings
-from worldsize.core import (
-    ConfigError,
-    Event,
-    Listener,
-    MicroBatch,
-    Replica,
-    RunEnded,
-    RunStarted,
-    StepDone,
-    World,
-)
+from worldsize.core import ConfigError, Event, Listener, MicroBatch, Replica, RunEnded, RunStarted, StepDone, World
 from worldsize.data.batches import collate_of, is_iterable
 from worldsize.data.loader import micro_batches
 from worldsize.data.streams import TrainingStream

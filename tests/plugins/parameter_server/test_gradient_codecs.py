@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from plugins.parameter_server.gradients import (
-    Compression,
-    Feedback,
-    GradientCodec,
-    HalfBytes,
-    OneBit,
-    TopK,
-)
+from plugins.parameter_server.gradients import Compression, Feedback, GradientCodec, HalfBytes, OneBit, TopK
 
 CODECS: dict[str, GradientCodec] = {"bf16": HalfBytes(), "onebit": OneBit(), "topk": TopK(0.05)}
 SIZES = {"bf16": 2.0, "onebit": 0.13, "topk": 0.41}  # bytes per number, for 1001 numbers

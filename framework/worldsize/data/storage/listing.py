@@ -13,14 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from worldsize.data.storage.byte_files import (
-    COUNTS,
-    ByteFile,
-    LocalFile,
-    SampleError,
-    reason_of,
-    without_secrets,
-)
+from worldsize.data.storage.byte_files import COUNTS, ByteFile, LocalFile, SampleError, reason_of, without_secrets
 from worldsize.data.storage.cache import Cache, RemoteFile, RemoteSystem, version
 from worldsize.errors import ConfigError, WorldsizeError
 

@@ -23,14 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from worldsize.messages import spans
 from worldsize.plan.rehearsal.exchange import MessageRecorder, SentMessages
-from worldsize.plan.rehearsal.operators import (
-    MESSAGES,
-    Group,
-    Operator,
-    identified,
-    next_of,
-    operator_of,
-)
+from worldsize.plan.rehearsal.operators import MESSAGES, Group, Operator, identified, next_of, operator_of
 
 Phase = Literal["building", "step", "logging", "evaluation"]
 

@@ -21,16 +21,7 @@ from worldsize.collectives.ordered import reduce_ordered
 from worldsize.collectives.per_rank import local
 from worldsize.collectives.staged import finished
 from worldsize.collectives.step_timer import phase, wait
-from worldsize.core import (
-    Batch,
-    EvaluationBatch,
-    MicroBatch,
-    Recipe,
-    Replica,
-    StateDict,
-    StepResult,
-    World,
-)
+from worldsize.core import Batch, EvaluationBatch, MicroBatch, Recipe, Replica, StateDict, StepResult, World
 from worldsize.metrics import MetricCollector
 from worldsize.record.determinism import generators_kept, seed_generators
 from worldsize.strategies.declared_buffers import buffer_slots

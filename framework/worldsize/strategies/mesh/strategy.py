@@ -33,14 +33,7 @@ from worldsize.core import (
 from worldsize.devices import backend_for
 from worldsize.strategies.compiled import refuse_graphs
 from worldsize.strategies.ddp import OnFailure, worker_roles
-from worldsize.strategies.mesh.layout import (
-    ORDER,
-    Layout,
-    Ownership,
-    check_heals,
-    check_order,
-    check_tensor,
-)
+from worldsize.strategies.mesh.layout import ORDER, Layout, Ownership, check_heals, check_order, check_tensor
 from worldsize.strategies.mesh.parallel import Sharding, check_divides, plan_of
 from worldsize.strategies.mesh.rank import Rank
 from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule, check_pipelines, stages_of
