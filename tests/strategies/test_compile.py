@@ -86,7 +86,7 @@ def test_what_cannot_be_compiled_is_refused_before_the_start(train: Any) -> None
     refused = {
         "does not compile what its processes compute": ("strategy=parameter_server",),
         "chooses kernels by their time": ("reproducibility=elastic", "compile_mode=max-autotune"),
-        "it takes one of default, reduce-overhead": ("compile_mode=defalt",),
+        "did you mean 'default'?": ("compile_mode=defalt",),
     }
     for message, options in refused.items():
         run = train("recipe=digits", "steps=2", "compile=true", *options)

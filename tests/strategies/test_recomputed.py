@@ -201,7 +201,7 @@ def test_what_recomputes_to_no_use_is_refused_before_the_start(train: Any) -> No
     refused = {
         "names no blocks": ("recipe=digits", "activation_checkpointing=full"),
         "cluster.device is cpu": (*GPT, "activation_offload=true"),
-        "it takes one of none, full, selective": (*GPT, "activation_checkpointing=ful"),
+        "did you mean 'full'?": (*GPT, "activation_checkpointing=ful"),
         "activation_checkpointing=full or none": (*GPT, SELECTIVE, "activation_offload=true"),
     }
     for message, options in refused.items():
