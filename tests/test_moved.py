@@ -9,6 +9,7 @@ import pytest
 from worldsize.config.instantiate import Allowed, build, bundled_targets, resolve_target
 from worldsize.core import Strategy
 from worldsize.moved import MOVED, current, rename_targets
+from worldsize.strategies.ddp import DDP
 
 TARGETS = (  # of the YAML files before modules moved, but for a few that keep their names
     "worldsize.checkpoints.retention.Retention",
@@ -102,3 +103,12 @@ def test_a_strategy_may_declare_by_earlier_names_what_it_supports() -> None:
 
     assert Earlier.supports == {"loss_scale", "compile", "schedule_free"}
     assert "Earlier.compiles is supports = frozenset({'compile', ...}) now" in [str(each.message) for each in warned]
+
+
+def test_the_earlier_name_of_optimizers_replaces_those_of_the_base() -> None:
+    with pytest.warns(FutureWarning):
+
+        class Narrower(DDP):  # type: ignore[misc]
+            special_optimizers = ("schedule_free",)
+
+    assert DDP.supports - Narrower.supports == {"adamw_8bit"}

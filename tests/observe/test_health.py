@@ -314,8 +314,7 @@ def test_each_kind_of_figure_has_its_limit() -> None:
     sick = {"disk": 0.91, "network_errors": 61.0, "swap": 2e6, "gpus": [HOT]}
     assert told(alerts, **sick) == ["disk", "network"]
     assert told(alerts, **sick) == ["swap", "temperature", "throttled"]  # twice in a row
-    limits = HealthLimits(memory=None, swap=None, disk=None, temperature=None, network_errors=None)
-    assert told(HealthAlerts(limits, node=0), **sick, memory=1.0) == []
+    assert told(HealthAlerts(HealthLimits(20.0), node=0), **sick, memory=1.0) == []
 
 
 def test_a_short_time_of_swapping_or_heat_is_no_alert() -> None:

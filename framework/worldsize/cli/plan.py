@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from worldsize.plan.predictor import Forecast, Predictor
 
 
-_MOST, _SHOWN = 64, 16  # ranks to show; of more, the first and the last
+_MOST_RANKS, _SHOWN_RANKS = 64, 16  # ranks to show; of more, the first and the last
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -350,7 +350,9 @@ def rank_table(cluster: Cluster, groups: Mapping[str, Sequence[Sequence[int]]]) 
     """Build a table of processes: node, and on each axis the coordinate and the ranks of its group."""
     table = Table("rank", "node", "local rank", *(f"{axis}: ranks" for axis in groups))
     places = {axis: _places(members) for axis, members in groups.items()}
-    omitted = range(_SHOWN // 2, cluster.processes - _SHOWN // 2) if cluster.processes > _MOST else range(0)
+    omitted = (
+        range(_SHOWN_RANKS // 2, cluster.processes - _SHOWN_RANKS // 2) if cluster.processes > _MOST_RANKS else range(0)
+    )
     for rank in range(cluster.processes):
         if rank in omitted:
             if rank == omitted[0]:

@@ -18,7 +18,7 @@ from worldsize.config.cluster import with_tiers, with_topology
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, task_overrides
 from worldsize.config.learning_rate import scaled_lr, with_rate
 from worldsize.config.search_path import installed, make_importable, roots
-from worldsize.config.settings import Settings, load_settings, load_shape, recipe_of
+from worldsize.config.settings import Settings, load_settings, load_shape, recipe_of, with_initial
 from worldsize.config.shape import RunShape, nodes_of, with_processes
 from worldsize.core import Recipe
 from worldsize.data.batches import is_iterable
@@ -27,6 +27,7 @@ from worldsize.devices import device_count
 from worldsize.errors import ConfigError
 
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]?) ?(step|epoch|sample|token)s?")
+_OF_SHAPE = ("run", "cluster", "strategy", "reproducibility", "numerics", "launcher", "logical_ranks", "checkpoint")
 _SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -51,14 +52,18 @@ def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None)
     for key in ("steps", *lengths) if cfg.epochs is not None else lengths:
         OmegaConf.update(cfg, key, 1)  # until the length of the data is known
     config = _completed(resolved(cfg))
-    shape = load_shape(config)
+    shape, shaped = load_shape(config), config
     if samples_per_logical_rank is not None:
         cfg.batch_size = samples_per_logical_rank * shape.logical_ranks
+        config = _completed(resolved(cfg))
     if cfg.epochs is not None or lengths:
-        _set_lengths(cfg, recipe_of(config), lengths)
-    final = _with_scaled_lr(cfg, shape)
-    if final is not cfg or cfg.epochs is not None or lengths or samples_per_logical_rank is not None:
-        config = _completed(resolved(final))  # again, since schedules interpolate these values
+        shape.check_batch(cfg.batch_size)  # before the data are read
+        _set_lengths(cfg, with_initial(recipe_of(config), config)[0], lengths)
+    scaled = _with_scaled_lr(cfg, shape)
+    if scaled is not cfg or cfg.epochs is not None or lengths:
+        config = _completed(resolved(scaled))  # again, since schedules interpolate these values
+    if any(config.get(key) != shaped.get(key) for key in _OF_SHAPE):  # and so do these, now and then
+        shape = load_shape(config)
     return _with_profile_in_run(load_settings(config, shape))
 
 

@@ -23,7 +23,7 @@ from omegaconf.errors import ConfigKeyError, ValidationError
 from worldsize.config.command_line import REFUSED
 from worldsize.config.explain import note_file
 from worldsize.config.instantiate import Allowed, resolve_target
-from worldsize.config.schema import ClusterSchema, references
+from worldsize.config.schema import ClusterSchema
 from worldsize.config.search_path import installed, main_conf, make_importable, roots
 from worldsize.config.section import keys_of
 from worldsize.core.launcher import OF_CLUSTER
@@ -127,8 +127,8 @@ def launcher_schema(launcher: type) -> type:
     target = ("_target_", str, field(default=f"{launcher.__module__}.{launcher.__qualname__}"))
     own = [each for each in _options(launcher) if not each.metadata.get(OF_CLUSTER)]
     of_cluster = [each.name for each in _options(launcher) if each.metadata.get(OF_CLUSTER)]
-    keys = [target, *references(of_cluster, "cluster."), *keys_of(launcher, own)]
-    return make_dataclass(launcher.__name__, keys)
+    references = [(name, Any, field(default=f"${{cluster.{name}}}")) for name in of_cluster]
+    return make_dataclass(launcher.__name__, [target, *references, *keys_of(launcher, own)])
 
 
 def _options(launcher: type) -> list[Field[Any]]:

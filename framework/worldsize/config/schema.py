@@ -5,7 +5,7 @@ The schema by which OmegaConf checks what is typed is derived from these (see :m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -202,7 +202,7 @@ class ProfileConfig:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ObserveConfig:
     """The measurements of a run.
 
@@ -214,7 +214,7 @@ class ObserveConfig:
     """
 
     step_breakdown: bool = True
-    health: HealthLimits = field(default_factory=HealthLimits)
+    health: HealthLimits
     profile: Annotated[ProfileConfig, NO_KEY] = field(default_factory=ProfileConfig)
     listeners: Annotated[Mapping[str, Callable[..., Listener]], NO_KEY] = field(default_factory=dict)
 
@@ -315,7 +315,7 @@ class _TopLevel:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     faults: Sequence[Mapping[str, Any]] = ()
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    observe: ObserveConfig
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     launcher: Any
     strategy: Any
@@ -333,15 +333,13 @@ def _schema(name: str, *kinds: type) -> type:
     return make_dataclass(name, [key for kind in kinds for key in keys_of(kind, fields(kind))])
 
 
-def references(names: Iterable[str], section: str = "") -> list[tuple[str, Any, Any]]:
-    """Return keys of these names that take the values of the keys of the same names in ``section``."""
-    return [(name, Any, field(default=f"${{{section}{name}}}")) for name in names]
-
-
 ClusterSchema = _schema("ClusterSchema", Cluster, _ClusterConfig, AgentsConfig, RateScaling)
 _NumericsSchema = make_dataclass(
     "NumericsSchema",
-    [("_target_", str, field(default="worldsize.core.Numerics")), *references(each.name for each in fields(Numerics))],
+    [
+        ("_target_", str, field(default="worldsize.core.Numerics")),
+        *((name, kind, field(default=f"${{{name}}}")) for name, kind, _ in keys_of(Numerics, fields(Numerics))),
+    ],
 )
 Schema = make_dataclass(
     "Schema",

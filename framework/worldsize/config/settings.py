@@ -32,7 +32,6 @@ from worldsize.config.shape import (
     check_compiles,
     check_copies,
     check_device,
-    check_divisible,
     check_graphs,
     check_heals,
     check_precision,
@@ -79,7 +78,6 @@ class Settings(RunShape):
     initial: InitialWeights | None  # initial weights of a new run; None: random
     observe: ObserveConfig
     agents: AgentsConfig
-    numerics: Numerics
     recipe: Recipe
     faults: Faults
     autoscaler: Autoscaler | None  # changes the number of processes; None: only people do
@@ -160,7 +158,9 @@ def load_shape(config: Mapping[str, Any]) -> RunShape:
         logical_ranks = config.get("logical_ranks") or strategy.data_parallel(cluster) * strategy.default_micro_batches
     check_topology(config["cluster"].get("topology"), launcher)
     scaling = typed(RateScaling, config["cluster"])
-    return RunShape(run, cluster, strategy, determinism, launcher, roles, logical_ranks, scaling)
+    check_copies(roles, strategy, config["checkpoint"].get("peers", 1))
+    numerics = _numerics(config, strategy, cluster, exact=determinism.exact_mode)
+    return RunShape(run, cluster, strategy, determinism, numerics, launcher, roles, logical_ranks, scaling)
 
 
 def load_settings(config: Mapping[str, Any], shape: RunShape | None = None) -> Settings:
@@ -172,9 +172,10 @@ def load_settings(config: Mapping[str, Any], shape: RunShape | None = None) -> S
     shape = shape or load_shape(config)
     cluster, strategy, logical_ranks = shape.cluster, shape.strategy, shape.logical_ranks
     allowed = _allowed(config)
-    training = typed(TrainingConfig, config, schedule_metric=_canonical(config.get("schedule_metric")))
+    training = typed(TrainingConfig, config)
+    training = replace(training, schedule_metric=_canonical(training.schedule_metric))
+    training.check_evaluates("early_stopping.metric", config["early_stopping"]["metric"])
     metric = _canonical(config["early_stopping"]["metric"])
-    training.check_evaluates("early_stopping.metric", metric)
     keep = build(config["checkpoint"]["keep"], Retention, allowed=allowed, key="checkpoint.keep")
     checkpoint = typed(CheckpointConfig, config["checkpoint"], keep=keep)
     observe = _observe(config, _listeners(config, allowed), cluster)
@@ -182,17 +183,12 @@ def load_settings(config: Mapping[str, Any], shape: RunShape | None = None) -> S
         if (node := config[group]) and any(node == value for value in config["recipe"].values()):
             check_node(node, allowed=allowed, key=group)
     exact = shape.determinism.exact_mode
-    numerics = _numerics(config, strategy, cluster, exact=exact)
-    check_copies(shape.roles, strategy, checkpoint.peers)
-    parts = strategy.data_parallel(cluster) if shape.trains else 1
-    if shape.trains:
-        check_divisible(logical_ranks, workers=parts, batch=training.batch_size)
-        strategy.check_micro_batches(logical_ranks // parts)
+    shape.check_batch(training.batch_size)
     autoscaler = None if shape.run.examine else _autoscaler(config, shape.roles, cluster, logical_ranks)
-    recipe, initial = _with_initial(recipe_of(config), config)
+    recipe, initial = with_initial(recipe_of(config), config)
     if shape.trains:
         check_remembers(recipe, shape.roles, shape.launcher, exact=exact)
-        check_graphs(numerics, cluster, logical_ranks // parts, recipe)
+        check_graphs(shape.numerics, cluster, logical_ranks // strategy.data_parallel(cluster), recipe)
     return Settings(
         **vars(shape),
         config=config,
@@ -205,7 +201,6 @@ def load_settings(config: Mapping[str, Any], shape: RunShape | None = None) -> S
         observe=observe,
         # hosts that the configuration names are in order already
         agents=typed(AgentsConfig, config["cluster"], **({"topology": None} if "hosts" in config["cluster"] else {})),
-        numerics=numerics,
         recipe=recipe,
         faults=Faults.parsed(config["faults"]),
         autoscaler=autoscaler,
@@ -247,7 +242,7 @@ def _evaluation(config: Mapping[str, Any], recipe: Recipe, keep: Retention) -> E
     return evaluation
 
 
-def _with_initial(recipe: Recipe, config: Mapping[str, Any]) -> tuple[Recipe, InitialWeights | None]:
+def with_initial(recipe: Recipe, config: Mapping[str, Any]) -> tuple[Recipe, InitialWeights | None]:
     """Return the recipe to train, and the path of its initial weights if they are in files."""
     if config["init_from"] is not None:
         return recipe, InitialWeights(Path(config["init_from"]), config["init_from_strict"])
@@ -276,7 +271,7 @@ def _observe(
 ) -> ObserveConfig:
     node = config["observe"]
     process_memory, cpus = config["cluster"].get("max_memory"), cluster.cpus_per_node
-    health = typed(HealthLimits, node.get("health", {}), process_memory=process_memory, cpus=cpus)
+    health = typed(HealthLimits, node.get("health") or {"every": 0}, process_memory=process_memory, cpus=cpus)
     return typed(
         ObserveConfig, node, health=health, profile=typed(ProfileConfig, config["profile"]), listeners=listeners
     )

@@ -1,4 +1,4 @@
-"""Determines the processes of a cluster from the configuration and the machine, and checks that the run fits them."""
+"""The processes of a run, by the configuration and the machine, and checks of what they can train and repeat."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class RunShape:
     cluster: Cluster
     strategy: Strategy
     determinism: Determinism
+    numerics: Numerics
     launcher: AnyLauncher
     roles: Mapping[str, Role]
     logical_ranks: int
@@ -57,6 +58,13 @@ class RunShape:
     def trains(self) -> bool:
         """Whether the run trains, and neither evaluates a checkpoint nor examines its cluster."""
         return self.run.evaluates is None and self.run.examine is None
+
+    def check_batch(self, size: int) -> None:
+        """Raise ConfigError if a step of ``size`` samples does not divide over logical ranks, or these over workers."""
+        if self.trains:
+            parts = self.strategy.data_parallel(self.cluster)
+            check_divisible(self.logical_ranks, workers=parts, batch=size)
+            self.strategy.check_micro_batches(self.logical_ranks // parts)
 
     @property
     def excludes_slow(self) -> bool:
@@ -163,7 +171,7 @@ def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None)
 
 def check_precision(numerics: Numerics, strategy: Strategy) -> None:
     """Raise ConfigError if the loss must be scaled, and the processes of ``strategy`` have no scale in common."""
-    if numerics.mixed.scales_loss and "loss_scale" not in strategy.supports:
+    if numerics.policy.scales_loss and "loss_scale" not in strategy.supports:
         raise ConfigError(
             f"precision={numerics.precision}: the processes of {type(strategy).__name__} have no common scale of the "
             "loss. Set precision=bf16, or a strategy such as ddp or fsdp."
@@ -179,7 +187,7 @@ def check_device(numerics: Numerics, cluster: Cluster, *, exact: str | None) -> 
         return
     wanted = {
         f"reproducibility={exact} promises the same bits": (exact, "reproducibility=seeded"),
-        f"precision={numerics.precision} needs the kernels of CUDA": (numerics.mixed.has_8_bits, "precision=bf16"),
+        f"precision={numerics.precision} needs the kernels of CUDA": (numerics.policy.has_8_bits, "precision=bf16"),
         f"compile_mode={numerics.compile_mode} records CUDA graphs": (
             numerics.records_graphs,
             "compile_mode=default",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, NotRequired, TypedDict
 
 from worldsize.core.cluster import Cluster, Role
-from worldsize.core.limits import NO_KEY, SECONDS, SHARE, Range
+from worldsize.core.limits import NO_KEY, SECONDS, SHARE, Key, Range
 
 OF_CLUSTER = "worldsize.of_cluster"  # in a field's metadata
 
@@ -289,11 +289,11 @@ class HealthLimits:
         cpus: CPUs that the run's processes on a node need; an alert is raised if they are bound to fewer.
     """
 
-    every: Annotated[float, Range(least=0, most=3600, hint="it is in seconds; 0: none")] = 20.0
-    memory: Annotated[float | None, SHARE] = 0.95
+    every: Annotated[float, Range(least=0, most=3600, hint="it is in seconds; 0: none"), Key(float, default=20.0)]
+    memory: Annotated[float | None, SHARE, Key(default=0.95)] = None
     process_memory: Annotated[float | None, NO_KEY] = None
-    swap: Annotated[float | None, Range(least=0, hint="it is in bytes a second")] = 10e6
-    disk: Annotated[float | None, SHARE] = 0.95
-    temperature: Annotated[float | None, Range(above=0, hint="it is in degrees Celsius")] = 90.0
-    network_errors: Annotated[float | None, Range(least=0)] = 60.0
+    swap: Annotated[float | None, Range(least=0, hint="it is in bytes a second"), Key(default=10e6)] = None
+    disk: Annotated[float | None, SHARE, Key(default=0.95)] = None
+    temperature: Annotated[float | None, Range(above=0, hint="it is in degrees Celsius"), Key(default=90.0)] = None
+    network_errors: Annotated[float | None, Range(least=0), Key(default=60.0)] = None
     cpus: Annotated[int | None, NO_KEY] = None

@@ -82,8 +82,8 @@ class Numerics:
             raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or null for no clipping.")
 
     @property
-    def mixed(self) -> Precision:
-        """What ``precision`` means."""
+    def policy(self) -> Precision:
+        """How an update of this ``precision`` computes."""
         return PRECISIONS[self.precision]
 
     @property

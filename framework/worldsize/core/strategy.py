@@ -207,14 +207,16 @@ class Strategy(ABC):
     reduce: Reduction = "flat"
     """How gradients are summed over logical ranks."""
 
-    def __init_subclass__(cls) -> None:
-        """Warn of the class variables by which earlier versions declared what ``supports`` has."""
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Warn of the class variables that ``supports`` has replaced."""
+        super().__init_subclass__(**keywords)
         for name, capability in _EARLIER.items():
             if name not in vars(cls):
                 continue
             value = vars(cls)[name]
             named = frozenset(value) if capability is None else frozenset({capability})
-            cls.supports = cls.supports | named if value else cls.supports - named
+            others = cls.supports - ({"adamw_8bit", "schedule_free"} if capability is None else named)
+            cls.supports = others | named if value else others
             warnings.warn(
                 f"{cls.__name__}.{name} is supports = frozenset({{{', '.join(map(repr, sorted(named)))}, ...}}) now",
                 FutureWarning,

@@ -116,10 +116,10 @@ def _failure(
             model = recipe.model()
             _check_size(model)
             declare_buffers(recipe, model)
-            if isinstance(recipe, FeatureRecipe) and numerics.mixed.scales_loss:
+            if isinstance(recipe, FeatureRecipe) and numerics.policy.scales_loss:
                 raise ConfigError(
                     f"precision={numerics.precision}: derivatives by features are computed without a loss scale, and "
-                    f"may be less than {numerics.mixed.autocast} can hold. Set precision=bf16."
+                    f"may be less than {numerics.policy.autocast} can hold. Set precision=bf16."
                 )
             if cluster is not None and "sparse_gradients" in strategy.supports:
                 refuse_sparse_sums(model, cluster, strategy.reduce)

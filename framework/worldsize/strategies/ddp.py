@@ -99,7 +99,7 @@ class DDP(Strategy):
         return self.compress in ("topk", "randomk")
 
     def check_numerics(self, numerics: Numerics) -> None:
-        if self._is_sparse and self.error_feedback and numerics.mixed.scales_loss:
+        if self._is_sparse and self.error_feedback and numerics.policy.scales_loss:
             raise ConfigError(
                 f"strategy.compress={self.compress} adds what it leaves out to later gradients, and "
                 f"precision={numerics.precision} scales gradients differently from step to step. Set precision=bf16, "

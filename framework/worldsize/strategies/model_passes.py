@@ -43,7 +43,7 @@ def prepare_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, device:
     Parameters, buffers and hooks stay those of ``model``, so wrappers, checkpoints and shards do not notice.
     """
     modules = list(recipe.blocks(model)) or [model]
-    if numerics.mixed.has_8_bits:
+    if numerics.policy.has_8_bits:
         use_fp8(recipe, model, device)
     if numerics.activation_checkpointing == "selective":  # inside, since the compiler plans what it recomputes
         _wrap(modules, partial(_selective, compiled=numerics.compile))
@@ -60,7 +60,7 @@ def check_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, *, serves
 
     ``serves_rows``: whether servers hold the rows of its sparse embeddings.
     """
-    if numerics.mixed.has_8_bits:
+    if numerics.policy.has_8_bits:
         check_fp8(recipe, model)
     chosen = numerics.activation_checkpointing
     if chosen == "none":

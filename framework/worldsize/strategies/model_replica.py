@@ -41,7 +41,7 @@ from worldsize.strategies.train_state import OptimizedModel, TrainState
 CAPABILITIES: frozenset[Capability] = frozenset(
     {"state_metrics", "loss_scale", "ema", "multi_update", "features", "compile", "activation_checkpointing"}
 )
-"""What a strategy supports whose replicas are :class:`ModelReplica`, and of one mind after each update."""
+"""What a strategy supports whose replicas are :class:`ModelReplica`, with the same weights after each update."""
 _T = TypeVar("_T")
 _Metrics = Mapping[str, tuple[Tensor, ...]]
 
@@ -102,7 +102,7 @@ class ModelReplica(Replica):
         self.model = train_state.model
         self.train_state = train_state
         self.reducer, self.dealing = reducer, reducer.dealing
-        self.scaler = LossScaler(self.world.device.type, enabled=self.numerics.mixed.scales_loss)
+        self.scaler = LossScaler(self.world.device.type, enabled=self.numerics.policy.scales_loss)
         self._logical_ranks = logical_ranks
         declare_buffers(recipe, self.model, trains_apart=sums_alone and self.world.size > 1)
         # the ranks of a mesh with the same data are in other worlds than this one's

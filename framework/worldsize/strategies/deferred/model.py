@@ -22,6 +22,7 @@ from worldsize.strategies.deferred.fakes import CannotDeferError, bytes_of, own_
 from worldsize.strategies.deferred.recorder import Recorder
 from worldsize.strategies.deferred.tape import Deferred, Devices, Slot, Tape, like, slots_of
 
+_logger = logging.getLogger(__name__)
 _CLASSES = (Tensor, nn.Parameter, FakeTensor)  # any other would be lost
 _SMALL = 16 * 2**20  # bytes that are not worth a warning
 _PART = 1 / 4  # of the model
@@ -92,9 +93,6 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
         else:
             sizes[id(tensor)] = bytes_of(tensor)
     return sizes
-
-
-_logger = logging.getLogger(__name__)
 
 
 def _all(_: Slot) -> bool:

@@ -109,7 +109,7 @@ class Mesh(Strategy):
 
     def check_numerics(self, numerics: Numerics) -> None:
         refuse_graphs(numerics, strategy="Mesh")
-        if numerics.mixed.has_8_bits and self.tensor > 1:
+        if numerics.policy.has_8_bits and self.tensor > 1:
             raise ConfigError(
                 f"precision={numerics.precision}: layers that ranks share would each be scaled by their own part's "
                 "largest number. Set strategy.tensor=1, or precision=bf16."
