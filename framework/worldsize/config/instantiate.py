@@ -50,7 +50,7 @@ class Allowed:
         path = current(path)
         if path in bundled_targets() or path in self.prefixes:
             return True
-        return any(not _is_private(path.removeprefix(prefix)) for prefix in self._around(path))
+        return any("._" not in path.removeprefix(prefix) for prefix in self._around(path))
 
     def admits_object(self, path: str, located: Any) -> bool:
         """Return whether ``located``, which the admitted ``path`` names, is no alias of something else."""
@@ -73,10 +73,6 @@ class Allowed:
             f"{near} Allowed: targets in worldsize's own YAML files, and public names in {', '.join(self.prefixes)} "
             "(of torch, classes). Add to it with allow_targets=[your.module]."
         )
-
-
-def _is_private(path: str) -> bool:
-    return any(part.startswith("_") for part in path.split("."))
 
 
 def origin_of(located: Any) -> str:

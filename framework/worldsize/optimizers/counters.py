@@ -46,7 +46,9 @@ def wrapped(optimizer: Optimizer) -> list[Optimizer]:
         listed = [
             inner
             for value in held
-            for inner in (value.values() if isinstance(value, Mapping) else value if _is_list(value) else [value])
+            for inner in (
+                value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+            )
         ]
         unseen = {id(each): each for each in listed if isinstance(each, Optimizer)}
         new = [each for each in unseen.values() if not any(each is other for other in reached)]
@@ -104,10 +106,6 @@ def _is_counter(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(each, _PLAIN) for each in value.values())
     return all(isinstance(each, _PLAIN) for each in value) if isinstance(value, list) else isinstance(value, _PLAIN)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
 
 
 def _zero(option: float | Tensor) -> float | Tensor:
