@@ -43,13 +43,8 @@ def wrapped(optimizer: Optimizer) -> list[Optimizer]:
     while new:
         reached += new
         held = [value for each in new for value in _attributes(each).values()]
-        listed = [
-            inner
-            for value in held
-            for inner in (
-                value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
-            )
-        ]
+        lists = (list(each.values()) if isinstance(each, Mapping) else each for each in held)
+        listed = [inner for each in lists for inner in (each if isinstance(each, list | tuple) else [each])]
         unseen = {id(each): each for each in listed if isinstance(each, Optimizer)}
         new = [each for each in unseen.values() if not any(each is other for other in reached)]
     return reached
