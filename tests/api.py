@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -120,7 +121,7 @@ def _class(name: str, value: type) -> Iterator[str]:
 
 
 def _signature(value: Any) -> str:
-    return str(inspect.signature(value)).replace("'", "")
+    return re.sub(r"<function (\w+) at 0x\w+>", r"\1", str(inspect.signature(value)).replace("'", ""))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from worldsize.config.schema import RateScaling, RunConfig
 from worldsize.core import (
@@ -24,8 +24,10 @@ from worldsize.core import (
 )
 from worldsize.devices import backend_for, backend_names
 from worldsize.errors import ConfigError, neighbours
-from worldsize.record.determinism import Determinism
 from worldsize.world.roles import block_of, heals
+
+if TYPE_CHECKING:  # it imports torch
+    from worldsize.record.determinism import Determinism
 
 _logger = logging.getLogger(__name__)
 
