@@ -56,8 +56,8 @@ def pytest_collection() -> Iterator[None]:
     gc.disable()
     yield
     if torch := sys.modules.get("torch"):  # not in the process that only distributes tests
-        # the first backward pass starts a thread for each kind of device, and after that no fork may compute gradients:
-        # it must not be that of a test after one that makes a further kind of device known
+        # the first backward pass of a process starts a thread for each kind of device; where there are any, gradients
+        # cannot be computed in a fork later. So it comes before the first test that makes a kind of device known
         torch.ones((), requires_grad=True).backward()
     gc.freeze()
     gc.enable()

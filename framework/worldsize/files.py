@@ -29,10 +29,11 @@ def open_regular(path: Path, *, append: bool = False) -> BinaryIO:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
         run = next((each for each in path.absolute().parents if os.path.lexists(each / RECORD)), None)
-        # the path without links, which nobody can replace meanwhile on Linux
-        real = Path(f"/proc/self/fd/{descriptor}").readlink() if sys.platform == "linux" else path.resolve()
-        if run and not real.is_relative_to(run.resolve()):
-            raise OSError(errno.ELOOP, "a link leads out of the run folder", str(path))
+        if run is not None:
+            # the path without links; on Linux that of the open file, so that no other can take its place meanwhile
+            real = Path(f"/proc/self/fd/{descriptor}").readlink() if sys.platform == "linux" else path.resolve()
+            if not real.is_relative_to(run.resolve()):
+                raise OSError(errno.ELOOP, "a link leads out of the run folder", str(path))
         return os.fdopen(descriptor, "a+b" if append else "rb")
     except BaseException:
         os.close(descriptor)

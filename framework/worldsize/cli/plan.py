@@ -350,9 +350,8 @@ def rank_table(cluster: Cluster, groups: Mapping[str, Sequence[Sequence[int]]]) 
     """Build a table of processes: node, and on each axis the coordinate and the ranks of its group."""
     table = Table("rank", "node", "local rank", *(f"{axis}: ranks" for axis in groups))
     places = {axis: _places(members) for axis, members in groups.items()}
-    omitted = (
-        range(_SHOWN_RANKS // 2, cluster.processes - _SHOWN_RANKS // 2) if cluster.processes > _MOST_RANKS else range(0)
-    )
+    shown = _SHOWN_RANKS if cluster.processes > _MOST_RANKS else cluster.processes
+    omitted = range(shown // 2, cluster.processes - shown + shown // 2)
     for rank in range(cluster.processes):
         if rank in omitted:
             if rank == omitted[0]:

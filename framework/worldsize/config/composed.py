@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from worldsize.config.cluster import with_tiers, with_topology
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, task_overrides
-from worldsize.config.learning_rate import scaled_lr, with_rate
+from worldsize.config.learning_rate import scaled_lr
 from worldsize.config.search_path import installed, make_importable, roots
 from worldsize.config.settings import Settings, load_settings, load_shape, recipe_of, with_initial
 from worldsize.config.shape import RunShape, nodes_of, with_processes
@@ -27,7 +27,10 @@ from worldsize.devices import device_count
 from worldsize.errors import ConfigError
 
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]?) ?(step|epoch|sample|token)s?")
-_OF_SHAPE = ("run", "cluster", "strategy", "reproducibility", "numerics", "launcher", "logical_ranks", "checkpoint")
+_OF_SHAPE = (  # keys that decide about processes
+    *("run", "cluster", "strategy", "reproducibility", "numerics", "launcher", "logical_ranks", "checkpoint"),
+    "data_workers",
+)
 _SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -116,7 +119,7 @@ def _with_scaled_lr(cfg: DictConfig, shape: RunShape) -> DictConfig:
     Raises:
         ConfigError: the rule has no meaning for this run.
     """
-    typed = with_rate(cfg).lr
+    typed = None if OmegaConf.is_missing(cfg, "lr") else cfg.lr
     if shape.run.evaluates is not None or (lr := scaled_lr(shape, typed, batch_size=cfg.batch_size)) == typed:
         return cfg
     scaled = deepcopy(cfg)

@@ -1,6 +1,6 @@
-"""Every key of a run with its type, limits and meaning: one dataclass a section, which is its value, too.
+"""Every key of a run with its type, limits and meaning: a dataclass for each section, also of its value.
 
-The schema by which OmegaConf checks what is typed is derived from these (see :mod:`worldsize.config.section`).
+OmegaConf's schema is derived from these dataclasses (see :mod:`worldsize.config.section`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from worldsize.config.section import keys_of
+from worldsize.config.section import keys_of, schema_of
 from worldsize.core.cluster import Cluster
 from worldsize.core.evaluation import is_split, metric_key, split_of
 from worldsize.core.events import Listener
@@ -71,7 +71,7 @@ class TrainingConfig:
         log_every: Steps between two logged ones.
         evaluate_every: Steps between two evaluations; 0: only at the end.
         evaluate_batch_size: Samples of a batch of an evaluation.
-        schedule_metric: Metric by which a schedule such as ReduceLROnPlateau is advanced after each evaluation.
+        schedule_metric: Metric that advances a schedule such as ReduceLROnPlateau after each evaluation.
         data_workers: Processes that load data ahead of each worker; "auto": as many as make its steps shorter.
         length_balanced: Whether samples of similar length share a step; the data set says how long each is, by
             ``lengths``.
@@ -179,7 +179,7 @@ class CheckpointConfig:
 
     def ignored(self, step: int) -> Sequence[str]:
         """Return the parts not to load of a checkpoint of this step; later checkpoints are loaded fully."""
-        from worldsize.checkpoint.format import HYPERPARAMETERS  # who only composes would wait for its imports
+        from worldsize.checkpoint.format import HYPERPARAMETERS  # it imports torch
 
         limit = self.ignore_until
         return [part for part in self.ignore if part == HYPERPARAMETERS or limit is None or step <= limit]
@@ -265,7 +265,7 @@ class RateScaling:
     """How ``lr`` follows the samples of an update, as keys of the section ``cluster``.
 
     Attributes:
-        scale_lr: Rule by which ``lr`` follows the samples of an update where these depend on the number of workers.
+        scale_lr: How ``lr`` scales with the samples of an update, where these depend on the number of workers.
         base_batch: Samples of an update for which ``lr`` was chosen; None: ``batch_size``.
     """
 
@@ -294,12 +294,12 @@ class _TopLevel:
 
     Attributes:
         epochs: Length of the run in place of ``steps``.
-        logical_ranks: Number of parts of a step's samples; None: as many as processes train.
-        init_from: Begin with the weights of a run's checkpoint, a folder of safetensors files or a state_dict file.
+        logical_ranks: Number of parts of a step's samples; None: as many as the strategy has micro-batches in a step.
+        init_from: Initial weights: a run's checkpoint, a folder of safetensors files or a state_dict file.
         init_from_strict: Whether both must have the same weights; otherwise those that only one has are left out.
         launch: Train, or only show or write the command of the scheduler.
         allow_targets: Modules whose functions and classes a ``_target_`` may name, too.
-        faults: Faults that are planted, see docs/faults.md.
+        faults: Planted faults, see docs/howto/restarts.md.
     """
 
     epochs: Annotated[float | None, Range(above=0)] = None
@@ -329,11 +329,7 @@ class _TopLevel:
     listeners: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _schema(name: str, *kinds: type) -> type:
-    return make_dataclass(name, [key for kind in kinds for key in keys_of(kind, fields(kind))])
-
-
-ClusterSchema = _schema("ClusterSchema", Cluster, _ClusterConfig, AgentsConfig, RateScaling)
+ClusterSchema = schema_of(Cluster, _ClusterConfig, AgentsConfig, RateScaling)
 _NumericsSchema = make_dataclass(
     "NumericsSchema",
     [
@@ -347,5 +343,5 @@ Schema = make_dataclass(
         ("numerics", _NumericsSchema, field(default_factory=_NumericsSchema)),
         ("cluster", ClusterSchema, field(default_factory=ClusterSchema)),
     ],
-    bases=(_schema("Keys", TrainingConfig, Numerics, _TopLevel),),
+    bases=(schema_of(TrainingConfig, Numerics, _TopLevel),),
 )

@@ -23,16 +23,24 @@ _PLAIN = (bool, int, float, str)
 
 
 @cache
-def schema_of(kind: type) -> type:
-    """Return the dataclass by which OmegaConf checks a section whose keys are the fields of ``kind``."""
-    return make_dataclass(f"{kind.__name__}Schema", keys_of(kind, fields(kind)))
+def schema_of(*kinds: type) -> type:
+    """Return the dataclass by which OmegaConf checks a section whose keys are the fields of these dataclasses."""
+    keys = [key for kind in kinds for key in keys_of(kind, fields(kind))]
+    return make_dataclass(f"{kinds[0].__name__}Schema", keys)
 
 
 def keys_of(kind: type, chosen: Iterable[Field[Any]]) -> list[tuple[str, Any, Any]]:
     """Return name, annotation and default of the keys of ``chosen`` fields of ``kind``."""
-    hints = hints_of(kind)
-    keys = [(each, hints.get(each.name, Any)) for each in chosen if each.init]  # Any: a type that is imported later
-    return [(each.name, _checked(each, hint), _default(each, hint)) for each, hint in keys if _key(hint) is not NO_KEY]
+    hints, keys = hints_of(kind), []
+    for each in chosen:
+        hint = hints.get(each.name, Any)  # Any: a type that is imported later
+        key = _key(hint) or Key()
+        if each.init and key is not NO_KEY:
+            plain = plain_type(hint if key.kind is None else key.kind)
+            if key.default is None and plain is not Any:
+                plain = Optional[plain]  # noqa: UP045 - of a type made at run time
+            keys.append((each.name, _limited(plain, hint), _default(each, hint)))
+    return keys
 
 
 def _key(hint: Any) -> Key | None:
@@ -40,17 +48,8 @@ def _key(hint: Any) -> Key | None:
     return next((mark for mark in marks if isinstance(mark, Key)), None)
 
 
-def _checked(option: Field[Any], hint: Any) -> Any:
-    """Return the plain type of a field's key, with its limits."""
-    key = _key(hint)
-    kind = plain_type(hint if key is None or key.kind is None else key.kind)
-    if key is not None and key.default is None and kind is not Any:
-        kind = Optional[kind]  # noqa: UP045 - of a type made at run time
-    return _limited(kind, hint)
-
-
 def _limited(kind: Any, hint: Any) -> Any:
-    """Return ``kind`` with the limits of ``hint``: those of its annotation, or the words that it lists."""
+    """Return ``kind`` with the limits of ``hint``: its annotated ones, or its words."""
     limits = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Limit)]
     bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if (words := _words(bare)) and not limits:
@@ -60,7 +59,7 @@ def _limited(kind: Any, hint: Any) -> Any:
 
 def _words(hint: Any) -> Sequence[str]:
     """Return the words that an annotation allows, if it allows no other text."""
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    options = _options(hint)
     if str in options:
         return ()
     return [word for each in options if get_origin(each) is Literal for word in get_args(each) if isinstance(word, str)]
@@ -87,8 +86,15 @@ def _section(hint: Any) -> type | None:
     """Return the dataclass of an annotation that stands for a section, which is never null."""
     if get_origin(hint) is Annotated:
         return None if (key := _key(hint)) and key.kind else _section(get_args(hint)[0])
-    options = [each for each in get_args(hint) if each is not NoneType] if isinstance(hint, UnionType) else [hint]
+    options = _options(hint)
     return options[0] if len(options) == 1 and isinstance(options[0], type) and is_dataclass(options[0]) else None
+
+
+def _options(hint: Any) -> list[Any]:
+    """Return the types of a union, without that of None; of another annotation, itself."""
+    if get_origin(hint) not in (Union, UnionType):
+        return [hint]
+    return [each for each in get_args(hint) if each is not NoneType]
 
 
 def plain_type(hint: Any) -> Any:
@@ -118,27 +124,25 @@ def _plain_union(options: Sequence[Any]) -> Any:
     return Any
 
 
-def typed(kind: type[T], *sections: Mapping[str, Any], **computed: Any) -> T:
-    """Build a ``kind`` of resolved sections; other keys than its fields are ignored, and lacking ones have defaults.
+def typed(kind: type[T], section: Mapping[str, Any], **computed: Any) -> T:
+    """Build a value of the dataclass ``kind`` from a resolved section.
+
+    Keys of the section that are not fields are ignored; fields without a key have their defaults.
 
     Args:
-        kind: Its dataclass.
-        sections: Plain values, of which a later section goes first.
-        computed: Values that go before those of the sections.
+        kind: The dataclass.
+        section: Plain values.
+        computed: Values of fields in place of the section's.
     """
+    names = [each.name for each in fields(cast("Any", kind)) if each.name in section]
     hints = hints_of(cast("Any", kind), limits=False)
-    values = {
-        each.name: _value(hints.get(each.name), node[each.name])
-        for node in sections
-        for each in fields(cast("Any", kind))
-        if each.name in node
-    }
+    values = {name: _value(hints.get(name), section[name]) for name in names}
     return kind(**{**values, **computed})
 
 
 def _value(hint: Any, value: Any) -> Any:
     """Return a plain value as an annotation says: paths, tuples, and mappings as their dataclasses."""
-    options = [each for each in get_args(hint) if each is not NoneType] if isinstance(hint, UnionType) else [hint]
+    options = _options(hint)
     if value is None or len(options) != 1:
         return value
     (option,) = options

@@ -135,7 +135,7 @@ class Settings(RunShape):
 
 
 def load_shape(config: Mapping[str, Any]) -> RunShape:
-    """Build and check what ``config`` says of the processes.
+    """Build and check the processes of the run, and how they agree.
 
     Raises:
         ConfigError: a value, a relation between values, or a target that cannot run.
@@ -164,7 +164,7 @@ def load_shape(config: Mapping[str, Any]) -> RunShape:
 
 
 def load_settings(config: Mapping[str, Any], shape: RunShape | None = None) -> Settings:
-    """Build and check everything that ``config`` describes; ``shape`` is what it says of the processes, if it is known.
+    """Build and check the settings of ``config``; ``shape``: its processes, if they are loaded already.
 
     Raises:
         ConfigError: a value, a relation between values, or a target that cannot run.
@@ -182,12 +182,11 @@ def load_settings(config: Mapping[str, Any], shape: RunShape | None = None) -> S
     for group in ("optimizer", "schedule", "data"):  # under the names that a user types
         if (node := config[group]) and any(node == value for value in config["recipe"].values()):
             check_node(node, allowed=allowed, key=group)
-    exact = shape.determinism.exact_mode
     shape.check_batch(training.batch_size)
     autoscaler = None if shape.run.examine else _autoscaler(config, shape.roles, cluster, logical_ranks)
     recipe, initial = with_initial(recipe_of(config), config)
     if shape.trains:
-        check_remembers(recipe, shape.roles, shape.launcher, exact=exact)
+        check_remembers(recipe, shape.roles, shape.launcher, exact=shape.determinism.exact_mode)
         check_graphs(shape.numerics, cluster, logical_ranks // strategy.data_parallel(cluster), recipe)
     return Settings(
         **vars(shape),
@@ -208,7 +207,7 @@ def load_settings(config: Mapping[str, Any], shape: RunShape | None = None) -> S
 
 
 def _numerics(config: Mapping[str, Any], strategy: Strategy, cluster: Cluster, *, exact: str | None) -> Numerics:
-    """Build how a step computes, and check that the strategy and the devices can compute so.
+    """Build the numerics, and check that the strategy and the devices support them.
 
     ``exact``: the mode in which results must have the same bits each time, if they must.
     """

@@ -32,14 +32,12 @@ if TYPE_CHECKING:  # it imports torch
 _logger = logging.getLogger(__name__)
 
 _MOST_SAMPLES = 10**8  # of a micro-batch: the objects of so many fill the memory of the largest machines
-
-
 AnyLauncher = Launcher | AgentLauncher | BatchLauncher
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """The processes of a run and how they agree: what is known of it before its recipe."""
+    """The processes of a run and how they agree, without its recipe."""
 
     run: RunConfig
     cluster: Cluster
@@ -172,7 +170,7 @@ def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None)
 
 
 def check_precision(numerics: Numerics, strategy: Strategy) -> None:
-    """Raise ConfigError if the loss must be scaled, and the processes of ``strategy`` have no scale in common."""
+    """Raise ConfigError if the loss must be scaled, and the processes of ``strategy`` do not share a scale."""
     if numerics.policy.scales_loss and "loss_scale" not in strategy.supports:
         raise ConfigError(
             f"precision={numerics.precision}: the processes of {type(strategy).__name__} have no common scale of the "

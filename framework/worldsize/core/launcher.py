@@ -289,7 +289,7 @@ class HealthLimits:
         cpus: CPUs that the run's processes on a node need; an alert is raised if they are bound to fewer.
     """
 
-    every: Annotated[float, Range(least=0, most=3600, hint="it is in seconds; 0: none"), Key(float, default=20.0)]
+    every: Annotated[float, Range(least=0, most=3600, hint="it is in seconds; 0: none"), Key(default=20.0)]
     memory: Annotated[float | None, SHARE, Key(default=0.95)] = None
     process_memory: Annotated[float | None, NO_KEY] = None
     swap: Annotated[float | None, Range(least=0, hint="it is in bytes a second"), Key(default=10e6)] = None

@@ -83,7 +83,7 @@ class Numerics:
 
     @property
     def policy(self) -> Precision:
-        """How an update of this ``precision`` computes."""
+        """The properties of ``precision``."""
         return PRECISIONS[self.precision]
 
     @property

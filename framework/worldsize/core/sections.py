@@ -1,4 +1,4 @@
-"""Sections of the configuration whose owners import torch, for which composing a configuration must not wait."""
+"""Sections of the configuration whose owners import torch; composing a configuration does not wait for that."""
 
 from __future__ import annotations
 

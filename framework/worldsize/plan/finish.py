@@ -1,4 +1,4 @@
-"""Predicts when a run ends and what it costs, on nodes that fail now and then, by what earlier runs have measured."""
+"""Predicts the end of a run and its price, on nodes that fail now and then, from measurements of earlier runs."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from functools import cached_property
+from itertools import accumulate, chain, product
 from operator import mul
 from typing import TYPE_CHECKING, Any, final
 
@@ -51,10 +52,10 @@ class Layout:
 
     @property
     def of_part(self) -> int:
-        """Number of ranks of a data-parallel part, which hold a whole model together."""
+        """Number of ranks of a data-parallel part: together they hold a whole model."""
         return self.size // self["data"]
 
-    @property
+    @cached_property
     def strides(self) -> Mapping[str, int]:
         """The difference between the ranks of two neighbours on each axis."""
         inner = accumulate((self[axis] for axis in self.order), mul, initial=1)
@@ -76,14 +77,14 @@ class Layout:
 
     def groups(self) -> dict[str, list[list[int]]]:
         """Return the groups of ranks of each axis: those that differ only in that coordinate, in its order."""
-        places = [self.coordinate(rank) for rank in range(self.size)]
-        places.sort(key=lambda place: [place[axis] for axis in AXES])
+        points = product(*(range(self[axis]) for axis in AXES))
+        places = [dict(zip(AXES, each, strict=True)) for each in points]
         return {
             axis: [self.line(axis, place, range(self[axis])) for place in places if place[axis] == 0] for axis in AXES
         }
 
     def line(self, axis: str, place: Coordinate, points: Iterable[int]) -> list[int]:
-        """Return the ranks at ``points`` of an axis whose other coordinates are those of ``place``."""
+        """Return the ranks at ``points`` of an axis, with the other coordinates of ``place``."""
         return [self.rank({**place, axis: point}) for point in points]
 
 
