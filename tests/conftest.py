@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
+from tests.support.zygote import collapse
 from worldsize.world.scratch import private_folder
 
 pytest_plugins = ["tests.support.runs", "tests.support.clusters"]
@@ -61,6 +62,7 @@ def pytest_collection() -> Iterator[None]:
         torch.ones((), requires_grad=True).backward()
     gc.freeze()
     gc.enable()
+    collapse()  # tests fork this process
 
 
 def pytest_unconfigure() -> None:
@@ -68,15 +70,5 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put first the tests that may take minutes: those of clusters and those with a limit of their own.
-
-    The contract's own tests of bits are marked here, since projects that use the contract do not have this mark. Those
-    of a strategy that contract/test_bits.py kills and resumes too are left to that under narrower vectors.
-    """
-    for item in items:
-        resumes, updates = (
-            item.name.startswith(f"test_{name}") for name in ("a_resumed_run_ends", "several_updates_a")
-        )
-        if updates or (resumes and not item.get_closest_marker("killed")):
-            item.add_marker(pytest.mark.bits)
+    """Put first the tests that may take minutes: those of clusters and those with a limit of their own."""
     items.sort(key=lambda item: not ("clusters" in item.path.parts or item.get_closest_marker("timeout")))

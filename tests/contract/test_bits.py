@@ -82,7 +82,12 @@ def disturbed(train: Any, *options: str) -> Any:
 
 
 # under other vectors the elastic runs below stand for those of the same strategy, whose kernels are the same
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ELASTIC else bits) for name in DETERMINISTIC])
+OWN_ARITHMETIC = ("int8", "powersgd", "mesh", "hybrid_parameter_server")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[bits] * (name in OWN_ARITHMETIC)) for name in DETERMINISTIC]
+)
 def test_a_deterministic_run_that_is_killed_ends_with_its_own_bits_wherever_memory_lies(train: Any, name: str) -> None:
     options = ("reproducibility=deterministic", *DETERMINISTIC[name])
     undisturbed = train(*options, *PACE)

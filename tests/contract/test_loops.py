@@ -18,7 +18,7 @@ from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.cases import CASES
 from worldsize.testing.loops import Case, faults, outcomes
-from worldsize.testing.loss_loops import Experts
+from worldsize.testing.loss_loops import GRADIENT_CASES, Experts
 
 pytestmark = pytest.mark.heavy
 
@@ -32,10 +32,10 @@ COPIES = [case for case in TOGETHER if case.name not in GATHERING]
 ORDERED: dict[str, tuple[Strategy, int, Sequence[Case]]] = {
     "single": (Single(reduce="ordered"), 1, CASES),
     "ddp": (DDP(reduce="ordered"), 2, CASES),
-    "ddp that finds unused parameters": (DDP(reduce="ordered", find_unused_parameters=True), 4, TOGETHER),
+    "ddp that finds unused parameters": (DDP(reduce="ordered", find_unused_parameters=True), 4, GRADIENT_CASES),
     "zero": (ZeRO(reduce="ordered"), 2, TOGETHER),
     "fsdp": (FSDP(reduce="ordered"), 2, CASES),
-    "fsdp in small units": (FSDP(reduce="ordered", wrap="size", wrap_parameters=1), 2, TOGETHER),
+    "fsdp in small units": (FSDP(reduce="ordered", wrap="size", wrap_parameters=1), 2, GRADIENT_CASES),
     "hsdp": (FSDP(reduce="ordered", shard=2), 4, COPIES),
     "mesh": (Mesh(reduce="ordered"), 2, CASES),
 }
@@ -63,8 +63,9 @@ def test_ordered_sums_give_every_case_one_digest_or_a_refusal() -> None:
 
 
 def test_a_mesh_of_data_and_summed_shards_train_what_a_plain_loop_trains() -> None:
-    for strategy in (Mesh(), FSDP(wrap="size", wrap_parameters=1, accumulate="sharded")):
-        wrong = faults(TOGETHER, outcomes(strategy, TOGETHER, 2))
+    summed = FSDP(wrap="size", wrap_parameters=1, accumulate="sharded")
+    for strategy, cases in ((Mesh(), GRADIENT_CASES), (summed, TOGETHER)):
+        wrong = faults(cases, outcomes(strategy, cases, 2))
         assert not wrong, "\n".join((str(strategy), *wrong))
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from plugins.parameter_server.hybrid import HybridParameterServer
 from plugins.parameter_server.strategy import ParameterServer
-from tests.contract.test_loops import COPIES
 from worldsize.core import Cluster, ConfigError, RunContext, Strategy
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -27,14 +26,12 @@ class Held(StrategyContract):
     two_sided = True
 
 
-@pytest.mark.killed
 class TestSingle(Held):
     strategy = Single()
     sizes = (1,)
     impossible = 2
 
 
-@pytest.mark.killed
 class TestDDP(Held):
     strategy = DDP()
     sizes = (3,)
@@ -44,6 +41,7 @@ class TestDDPByNode(Held):
     strategy = DDP(reduce="hierarchical", bucket_mb=0.001)
     sizes = (4,)
     local_size = 2
+    cases = GRADIENT_CASES  # other programs are those of TestDDP
 
 
 class TestDDPInInt8AcrossNodes(Held):
@@ -51,10 +49,9 @@ class TestDDPInInt8AcrossNodes(Held):
     sizes = (4,)
     local_size = 2
     tolerance = 0.05
-    cases = GRADIENT_CASES  # other programs are those of TestDDPByNode
+    cases = GRADIENT_CASES
 
 
-@pytest.mark.killed
 class TestPowerSGD(Held):
     strategy = DDP(compress="powersgd", powersgd_rank=4)
     sizes = (3,)
@@ -77,41 +74,35 @@ class TestRandomKAcrossNodes(Held):
     loss_differs = "it sends some numbers later than the last of these steps"
 
 
-@pytest.mark.killed
 class TestZeRO(Held):
     strategy = ZeRO()
     sizes = (3,)
 
 
-@pytest.mark.killed
 class TestFSDP(Held):
     strategy = FSDP()
     sizes = (3,)
 
 
-@pytest.mark.killed
 class TestHSDP(Held):
     strategy = FSDP(shard="node")
     sizes = (4,)
     local_size = 2
-    cases = COPIES
+    cases = GRADIENT_CASES  # tests/contract/test_loops.py trains the others with ordered sums
 
 
-@pytest.mark.killed
 class TestParameterServer(Held):
     strategy = ParameterServer(servers=2)
     sizes = (2,)
     impossible = 1
 
 
-@pytest.mark.killed
 class TestHybridParameterServer(Held):
     strategy = HybridParameterServer()
     sizes = (2,)
     impossible = 1
 
 
-@pytest.mark.killed
 class TestMeshOfTensorsAndStages(Held):
     strategy = Mesh(tensor=2, pipeline=2)
     sizes = (4,)

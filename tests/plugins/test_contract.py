@@ -20,7 +20,6 @@ class Held(StrategyContract):
     two_sided = True
 
 
-@pytest.mark.killed
 class TestDiLoCo(Held):
     strategy = DiLoCo(inner_steps=3, outer_lr=0.9, outer_momentum=0.1)
     sizes = (2, 3)  # the mean of two equal models is exact; that of three depends on the order of the sum
@@ -28,7 +27,6 @@ class TestDiLoCo(Held):
     partners = (DDP(), LocalSGD(inner_steps=3))
 
 
-@pytest.mark.killed
 class TestLocalSGDWithAMeanOptimizer(Held):
     strategy = LocalSGD(inner_steps=3, optimizer_state="mean")
     sizes = (3,)

@@ -12,6 +12,7 @@ import torch
 from plugins.easgd.centre import Centre, Operation, joined
 from plugins.easgd.centre import Link as CentreLink
 from plugins.easgd.strategy import EASGD
+from worldsize.config.shape import check_precision
 from worldsize.core import Cluster, ConfigError, Link, Numerics, RunContext, Workload
 from worldsize.data.batches import fetch
 from worldsize.data.order import Order
@@ -25,7 +26,6 @@ from worldsize.testing.training import ALONE, BATCH, CHAIN, SEED, train
 pytestmark = pytest.mark.heavy
 
 
-@pytest.mark.killed
 class TestEASGD(StrategyContract):
     """Losses differ from those of one process by the algorithm, hence the tolerance."""
 
@@ -79,7 +79,7 @@ def test_workers_that_come_one_at_a_time_meet_the_centre_as_the_last_one_left_it
         (lambda: EASGD(period=0), "strategy.period=0 must be 1 or more"),
         (lambda: EASGD(moving_rate=1.5), "strategy.moving_rate=1.5 must be above 0 and at most 1"),
         (lambda: EASGD(rounds="never"), "'never' is unknown. Known: synchronous, asynchronous"),  # type: ignore[arg-type]
-        (lambda: EASGD().check_numerics(Numerics("fp16")), "Set precision=bf16 or fp32"),
+        (lambda: check_precision(Numerics("fp16"), EASGD()), "Set precision=bf16"),
         (lambda: EASGD().replica(CHAIN, RunContext(ALONE)), "needs its centre"),
     ],
 )

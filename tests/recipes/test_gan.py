@@ -35,7 +35,7 @@ def killed(step: int) -> tuple[str, str]:
     return "launcher.max_restarts=1", f"faults=[{{action: kill, rank: 1, step: {step}}}]"
 
 
-LONG = ("steps=200", "checkpoint.every=49", "evaluate_every=70")
+LONG = ("steps=60", "checkpoint.every=19", "evaluate_every=25")
 SHORT = ("steps=12", "checkpoint.every=7")
 
 
@@ -45,18 +45,18 @@ SHORT = ("steps=12", "checkpoint.every=7")
         (
             LONG,
             [
-                ("strategy=ddp", "cluster.processes=4", *killed(148)),
-                ("strategy=zero", "cluster.processes=2", *killed(148)),
+                ("strategy=ddp", "cluster.processes=4", *killed(48)),
+                ("strategy=zero", "cluster.processes=2", *killed(48)),
             ],
         ),
         (SHORT, [("strategy=fsdp", "cluster.processes=2", *SHARDED, *killed(8))]),
     ],
-    ids=["200 steps", "each strategy"],
+    ids=["60 steps", "each strategy"],
 )
 def test_strategies_world_sizes_and_a_kill_in_the_middle_of_a_cycle_do_not_change_a_bit(
     train: Any, pace: tuple[str, ...], ways: list[tuple[str, ...]]
 ) -> None:
-    """The critic is updated five times for each update of the generator; steps 7 and 147 are the second of a cycle."""
+    """The critic is updated five times for each update of the generator; steps 7 and 47 are the second of a cycle."""
     words = (*ELASTIC, *pace)
     alone = train(*words, "strategy=single", "cluster.processes=1")
     for run in [train(*words, *way) for way in ways]:

@@ -50,9 +50,9 @@ def code(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
 def test_compiled_runs_end_with_the_same_bits_at_any_number_of_processes_and_after_a_kill(
     train: Any, code: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    runs = {name: trained(train, *ELASTIC, *options) for name, options in SAME.items()}
+    runs = {name: trained(train, *ELASTIC, "recipe.depth=1", *options) for name, options in SAME.items()}
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cold"))
-    runs["compiled anew"] = trained(train, *ELASTIC, "strategy=ddp", "cluster.processes=2")
+    runs["compiled anew"] = trained(train, *ELASTIC, "recipe.depth=1", "strategy=ddp", "cluster.processes=2")
     assert {(run["state_digest"], run["metrics_digest"]) for run in runs.values()} == {
         (runs["one process"]["state_digest"], runs["one process"]["metrics_digest"])
     }
@@ -65,7 +65,7 @@ def test_compiled_runs_end_with_the_same_bits_at_any_number_of_processes_and_aft
 
 @pytest.mark.heavy
 def test_a_compiled_run_computes_what_an_eager_one_does_but_for_rounding(train: Any, code: Path) -> None:
-    options = ("recipe.dropout=0", "cluster.processes=2", "reproducibility=deterministic")
+    options = ("recipe.dropout=0", "recipe.depth=1", "cluster.processes=2", "reproducibility=deterministic")
     compiled, eager = trained(train, "compile=true", *options), trained(train, *options)
     assert "compiled" not in eager
     assert compiled["state_digest"] != eager["state_digest"]  # sums are fused

@@ -8,6 +8,7 @@ there. It dies with the connection and gets every signal number that comes over 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -45,6 +46,8 @@ PROGRAMS = {
     "worldsize.worker": "worldsize.worker.process",
 }
 FDS = 6  # standard streams and namespaces
+_MADV_COLLAPSE = 25  # of Linux 6.1; earlier ones refuse it, and nothing changes
+_HUGE_PAGE = 2 << 20  # bytes
 _LIMIT = 1 << 20
 
 
@@ -94,9 +97,31 @@ def _prepare() -> None:
     from hydra.core.plugins import Plugins
 
     from worldsize.config.values import registered
+    from worldsize.record.environment import packages
 
     Plugins.instance()
     registered()
+    packages()
+    gc.collect()
+    gc.freeze()  # else each collection of a child would scan, and so copy, all that was imported
+    collapse()
+
+
+def collapse() -> None:
+    """Move the private memory of this process into huge pages, where the kernel can.
+
+    A fork copies an entry for each page. After torch and the tests were imported these are 100,000 to 200,000, and a
+    fork takes 0.07 to 0.11 s of processor time; with huge pages 0.015 s.
+    """
+    libc = _libc()
+    libc.madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions, _, _, inode, *name = line.split(maxsplit=5)
+        if permissions == "rw-p" and inode == "0" and (not name or name[0] == "[heap]"):
+            first, end = (int(each, 16) for each in addresses.split("-"))
+            first, end = -(-first // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
+            if first < end:
+                libc.madvise(first, end - first, _MADV_COLLAPSE)
 
 
 def _forked(line: socket.socket, others: Sequence[_Child]) -> _Child:
