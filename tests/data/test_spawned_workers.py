@@ -28,6 +28,8 @@ from worldsize.data.storage.cache import Cache
 from worldsize.data.worker_process import worker_context
 from worldsize.errors import ConfigError
 
+pytestmark = pytest.mark.heavy
+
 TOKENS: dict[str, Callable[..., Any]] = {
     "tokens": TokenWindows,
     "documents": DocumentWindows,

@@ -17,6 +17,8 @@ import pytest
 from tests.fake_cuda.cases import ABSENT, cases
 from tests.support.runs import environment
 
+pytestmark = pytest.mark.heavy
+
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 _PARTS = 2  # processes, each for a part of the cases

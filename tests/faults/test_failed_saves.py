@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.outcome import outcome
 from worldsize.checkpoint.format import complete, read, verify
 
+pytestmark = pytest.mark.heavy
 OPTIONS = (
     "recipe=digits",
     "recipe.width=4",

@@ -23,6 +23,8 @@ from worldsize.record.flight import collectives_file, flight_file, hang_report, 
 from worldsize.worker import flight
 from worldsize.worker.flight import hangs_watched
 
+pytestmark = pytest.mark.heavy
+
 HANGS = (
     *("recipe=digits", "recipe.width=4", "steps=8", "cluster.processes=2", "cluster.timeout=4", "launcher.grace=1"),
     *("log_every=1", "faults=[{action: slow, rank: 1, step: 4, seconds: 60}]"),

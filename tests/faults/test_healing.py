@@ -17,6 +17,8 @@ import pytest
 from tests.support.outcome import outcome
 from tests.support.own_recipe import write_held
 
+pytestmark = pytest.mark.heavy
+
 REPOSITORY = Path(__file__).parents[2]
 OPTIONS = ("recipe=digits", "recipe.width=4", "steps=24", "log_every=3", "checkpoint.every=6", "cluster.threads=1")
 FOUR = ("cluster.processes=4", "reproducibility=elastic", "logical_ranks=8", "evaluate_every=8")

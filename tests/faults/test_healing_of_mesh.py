@@ -33,9 +33,9 @@ def undisturbed(reference_run: Any) -> Callable[..., dict[str, Any]]:
 def test_one_of_the_survivors_waits_until_another_joins(train: Any, undisturbed: Any) -> None:
     """2 × 2, then 1 × 2 and one that waits, then 2 × 2 with it again; then the process that logs dies, too."""
     planted = faults(kill(1, 5), kill(0, 18, attempt=None), SLOW)
-    options = ("steps=26", "launcher.max_restarts=1", "cluster.processes=4")
+    options = ("steps=26", "launcher.max_restarts=1", "cluster.processes=4", "recipe.depth=1")
     run = train(*ELASTIC, TENSOR, *HEAL, *options, planted)
-    assert result_of(run) == undisturbed(TENSOR, "cluster.processes=2", "steps=26")
+    assert result_of(run) == undisturbed(TENSOR, "cluster.processes=2", "steps=26", "recipe.depth=1")
     sizes = [len(members) for members in memberships(run.folder)]
     assert memberships(run.folder)[0] == [0, 1, 2, 3]
     assert sizes[:3] == [4, 2, 4]

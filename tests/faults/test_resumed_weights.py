@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.own_recipe import write_recipe
 
+pytestmark = pytest.mark.heavy
+
 RECIPE = """
 import os
 from dataclasses import dataclass

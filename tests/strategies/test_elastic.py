@@ -23,6 +23,8 @@ from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.worlds import run_in_worlds
 
+pytestmark = pytest.mark.heavy
+
 DIGITS = ("recipe=digits", "steps=30", "clip_norm=0.5", "evaluate_every=20")
 GPT = (
     "recipe=stdlib_lm",

@@ -24,6 +24,8 @@ from worldsize.core import SaveIntervalChanged
 from worldsize.record.run_directory import RunDirectory
 from worldsize.worker.save_interval import SaveInterval, save_interval
 
+pytestmark = pytest.mark.heavy
+
 STEP, SAVE, RESTART, STEPS = 0.5, 4.0, 30.0, 200_000  # seconds, and steps of a simulated run
 
 

@@ -14,6 +14,8 @@ from tests.support.own_recipe import write_recipe
 from tests.world.forks import BUILDS, COMMANDS, OTHERS
 from worldsize import cli
 
+pytestmark = pytest.mark.heavy
+
 REPOSITORY = Path(__file__).parents[2]
 
 ASKS = """
@@ -111,7 +113,6 @@ def test_workers_of_a_recipe_that_asks_cuda_at_its_import_train(
         assert f"by {recipe / 'recipe.py'}, line 6: it starts again by itself" in log
 
 
-@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_no_recipe_optimizer_or_command_asks_cuda_before_it_forks(tmp_path: Path) -> None:
     assert {words[0] for words in COMMANDS} | OTHERS.keys() == cli.COMMANDS.keys()
