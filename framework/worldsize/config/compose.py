@@ -185,15 +185,16 @@ def compose_only(arguments: Sequence[str]) -> DictConfig:
 def _single_run(words: Sequence[str]) -> DictConfig | None:
     """Compose a single run in half the time of Hydra's command line, which composes it twice.
 
-    Return None if Hydra's command line is needed: for flags, a sweep, callbacks, logging, variables, or an error
-    message.
+    Return None if Hydra's command line is needed: for flags, a sweep, callbacks, logging or variables.
     """
     if any(word.startswith("-") for word in words):
         return None
     try:
         cfg = _composed(words)
     except (HydraException, OmegaConfBaseException):
-        return None
+        if wants_sweep(words):
+            return None
+        raise
     own, chosen = cfg.hydra, cfg.hydra.runtime.choices
     if own.verbose or own.job.env_set or str(own.mode).endswith("MULTIRUN") or set(own.callbacks) != {"objective"}:
         return None

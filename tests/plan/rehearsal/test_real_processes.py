@@ -24,7 +24,7 @@ RANKS, PART = 4, Part(steps=3)
 MODEL = (
     "recipe=stdlib_lm",
     "recipe.width=64",
-    "recipe.depth=2",
+    "recipe.depth=1",
     "recipe.context=32",
     "batch_size=16",
     "evaluation.batches=4",
