@@ -28,7 +28,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
-from torch._C._distributed_c10d import FileStore, Store
+from torch.distributed import FileStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.distributed.tensor import DTensor
 
@@ -42,7 +42,7 @@ from worldsize.core import Cluster, Role, RunContext
 from worldsize.plan.dry_run import world_seen_by
 from worldsize.plan.predictor import Given, Predictor
 from worldsize.plan.rehearsal.exchange import SentMessages
-from worldsize.plan.rehearsal.rank import Part, data_of, rehearse_rank
+from worldsize.plan.rehearsal.rank import RehearsedPart, data_of, rehearse_rank
 from worldsize.plan.rehearsal.ranks import rehearse, traffic
 from worldsize.plan.rehearsal.waiting import differences
 from worldsize.strategies.synchronous import SynchronousReplica
@@ -84,7 +84,7 @@ def _open_files() -> int:
 
 def one_rank(settings: Settings) -> list[float]:
     """Rehearse the last rank: seconds of processor time, calls of a step, peak bytes, growth in memory, open files."""
-    part = Part()
+    part = RehearsedPart()
     data, files = data_of(settings, part), _open_files()
     begun, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rehearsed = rehearse_rank(settings.cluster.processes - 1, settings, part, data, SentMessages())
@@ -216,7 +216,7 @@ def named(settings: Settings, fault: str) -> tuple[float, str]:
     """Return the seconds until a planted fault is named, and the sentence."""
     begun = time.perf_counter()
     faulty = replace(settings, recipe=Faulty(fault, FAULTY))
-    found = differences(rehearse(faulty, range(settings.cluster.processes), Part()))
+    found = differences(rehearse(faulty, range(settings.cluster.processes), RehearsedPart()))
     return time.perf_counter() - begun, "\n".join(map(str, found))
 
 
@@ -269,7 +269,7 @@ PROCESSES = 4
 def planned_and_used(settings: Settings) -> tuple[float, int]:
     """Return the bytes that a rank needs as ``plan`` says, and the most that any of real processes had."""
     planned = Predictor(Given(compute_seconds=1.0)).forecast(settings).cost.memory_bytes
-    return planned, max(real.most for real in really(settings, Part(steps=3), PROCESSES))
+    return planned, max(real.most for real in really(settings, RehearsedPart(steps=3), PROCESSES))
 
 
 def memory() -> None:

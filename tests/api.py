@@ -42,7 +42,7 @@ BLOCKS = {  # parts that strategies are built from
     "worldsize.collectives.per_rank": ("local_row", "stack_per_rank"),
     "worldsize.observe.events": ("Alert", "alert_for"),
     "worldsize.record.determinism": ("generators_kept", "seed_generators"),
-    "worldsize.metrics": ("Concatenated", "TorchMetric"),
+    "worldsize.metrics": ("TorchMetric", "WholeSplit"),
     "worldsize.strategies.gradient_reducer": ("GradientReducer", "Backward"),
     "worldsize.strategies.loss_record": ("LossRecord", "differentiable", "mean_loss", "step_metrics"),
     "worldsize.strategies.periodic": (

@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 
+from worldsize import metrics
 from worldsize.config.instantiate import Allowed, build, bundled_targets, resolve_target
 from worldsize.core import Strategy
 from worldsize.moved import MOVED, current, rename_targets
@@ -50,7 +51,8 @@ TARGETS = (  # of the YAML files before modules moved, but for a few that keep t
 @pytest.mark.parametrize("path", MOVED)
 def test_an_earlier_module_is_importable_and_stands_for_one_that_exists(path: str) -> None:
     before, now = importlib.import_module(path), importlib.import_module(MOVED[path])
-    for name in (name for name, value in vars(now).items() if getattr(value, "__module__", None) == now.__name__):
+    own = {name for name, value in vars(now).items() if getattr(value, "__module__", None) == now.__name__}
+    for name in own - {"__getattr__"}:
         with pytest.warns(FutureWarning, match=f"{path} is {MOVED[path]} now; import {name} from there"):
             assert getattr(before, name) is getattr(now, name)
 
@@ -112,3 +114,9 @@ def test_the_earlier_name_of_optimizers_replaces_those_of_the_base() -> None:
             special_optimizers = ("schedule_free",)
 
     assert DDP.supports - Narrower.supports == {"adamw_8bit"}
+
+
+def test_the_metric_of_a_whole_split_has_its_earlier_name_for_a_release() -> None:
+    with pytest.warns(FutureWarning, match="Concatenated is WholeSplit now"):
+        assert metrics.Concatenated is metrics.WholeSplit
+    assert not hasattr(metrics, "Concatenate")

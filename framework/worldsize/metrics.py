@@ -1,11 +1,12 @@
 """Metrics of an evaluation, with the values that one process would compute over the whole split.
 
-``MetricCollector`` collects them batch by batch and merges them over all processes in batch order. ``Concatenated``
-is a metric computed by any function of all predictions at once; ``TorchMetric`` adapts a metric of torchmetrics.
+``MetricCollector`` collects them batch by batch and merges them over all processes in batch order. ``WholeSplit`` is
+a metric computed by any function of all predictions at once; ``TorchMetric`` adapts a metric of torchmetrics.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import reduce
@@ -122,13 +123,13 @@ def _merged(reduction: StateReduction, parts: Sequence[Tensor]) -> Tensor:
 
 
 @final
-class Concatenated(StateMetric):
+class WholeSplit(StateMetric):
     """Concatenates the outputs of ``Recipe.evaluate`` over all batches, in order, and calls ``function`` with them.
 
     Every process receives all of them: predictions and targets of the whole split must fit in its memory.
 
         def metrics(self):
-            return {"auroc": Concatenated(torchmetrics.functional.classification.binary_auroc)}
+            return {"auroc": WholeSplit(torchmetrics.functional.classification.binary_auroc)}
 
         def evaluate(self, model, batch):
             inputs, targets = batch
@@ -215,7 +216,7 @@ def _reduction(metric: Metric, name: str, how: str | Callable[..., Any] | None) 
     if reduction is None or (reduction == "sum" and isinstance(default, Tensor) and bool(default.any())):
         raise ConfigError(
             f"{type(metric).__name__} merges its state {name!r} in its own way, which is not exact over batches. "
-            "Return its inputs instead, and name worldsize.metrics.Concatenated in Recipe.metrics."
+            "Return its inputs instead, and name worldsize.metrics.WholeSplit in Recipe.metrics."
         )
     return reduction
 
@@ -224,3 +225,10 @@ def _whole(state: Tensor | list[Tensor]) -> Tensor:
     if isinstance(state, Tensor):
         return state.detach().clone()
     return torch.cat([part if part.ndim else part[None] for part in state]).detach()
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Concatenated":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("worldsize.metrics.Concatenated is WholeSplit now.", FutureWarning, stacklevel=2)
+    return WholeSplit

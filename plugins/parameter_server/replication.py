@@ -20,7 +20,7 @@ from plugins.parameter_server.protocol import Fields, Operation, Sessions, recei
 from plugins.parameter_server.shard import PushReceiver
 from worldsize.net.channel import Channel, LostError
 from worldsize.net.frames import CommonOperation, Header, RefusedError
-from worldsize.net.registry import Dialer, Entry, Registry
+from worldsize.net.registry import Dialer, Registration, Registry
 
 _logger = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class Succession:
             return False
         return self._nobody_came(entry) and self.mastership.renew()
 
-    def _stand_by(self, entry: Entry) -> bool:
+    def _stand_by(self, entry: Registration) -> bool:
         """Be the master's standby until it dies; return False if it is dead already.
 
         Raises:
@@ -237,7 +237,7 @@ class Succession:
             channel.close()
         return True
 
-    def _nobody_came(self, entry: Entry) -> bool:
+    def _nobody_came(self, entry: Registration) -> bool:
         """Return whether no standby has taken over within a lease after the master's death."""
         deadline = time.monotonic() + (self._lease if self._has_standbys else 0.0)
         while (now := self._registry.newest(self.mastership.service)) is None or now.epoch == entry.epoch:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from plugins.parameter_server.gradients import Gradient
 from plugins.parameter_server.row_tables import Rows
-from plugins.parameter_server.sharding import Bucket, Piece
+from plugins.parameter_server.sharding import Bucket, RowPiece
 from worldsize.core import ConfigError
 from worldsize.optimizers.groups import all_parameters
 from worldsize.strategies.optimizer_trial import substituted
@@ -282,7 +282,7 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-_Part = list[tuple[Piece, nn.Parameter]]
+_Part = list[tuple[RowPiece, nn.Parameter]]
 
 
 def _apart(pairs: _Part) -> list[_Part]:
@@ -321,5 +321,5 @@ def _made(make: MakeOptimizer, model: nn.Module, leading: Optimizer, part: _Part
     return optimizer
 
 
-def _part(value: Any, piece: Piece) -> Any:
+def _part(value: Any, piece: RowPiece) -> Any:
     return piece.of(value).clone() if isinstance(value, Tensor) else value

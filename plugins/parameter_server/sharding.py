@@ -31,7 +31,7 @@ _SMALLEST = 1 << 16  # bytes; smaller parameters are not split
 
 @final
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """Rows ``first`` to ``first + shape[0]`` of the parameter ``name``, or all of it if it has no dimension."""
 
     name: str
@@ -57,7 +57,7 @@ class Piece:
 class Bucket:
     """Pieces of one dtype that are sent as one frame, flattened and in this order."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowPiece, ...]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,7 +106,7 @@ def plan_shards(parameters: Mapping[str, Tensor], count: int, *, bucket_bytes: i
     order = {name: place for place, name in enumerate(reversed(list(parameters)))}
     largest = max(_SMALLEST, total // (4 * count)) if cut and count > 1 else total
     pieces = [piece for name, tensor in parameters.items() for piece in _pieces(name, tensor, largest, count)]
-    loads, owned = [0] * count, [list[Piece]() for _ in range(count)]
+    loads, owned = [0] * count, [list[RowPiece]() for _ in range(count)]
     for piece in sorted(pieces, key=lambda piece: (-piece.nbytes, order[piece.name], piece.first)):
         least = loads.index(min(loads))
         loads[least] += piece.nbytes
@@ -115,19 +115,19 @@ def plan_shards(parameters: Mapping[str, Tensor], count: int, *, bucket_bytes: i
     return [tuple(Bucket(tuple(group)) for group in _bucketed(mine, bucket_bytes)) for mine in arrival]
 
 
-def _pieces(name: str, tensor: Tensor, largest: int, count: int) -> Iterator[Piece]:
+def _pieces(name: str, tensor: Tensor, largest: int, count: int) -> Iterator[RowPiece]:
     shape = tuple(tensor.shape)
     parts = min(count, shape[0]) if shape and tensor.nbytes > largest else 1
     ends = [shape[0] * part // parts for part in range(parts + 1)] if shape else []
     if parts == 1:
-        yield Piece(name, tensor.dtype, shape)
+        yield RowPiece(name, tensor.dtype, shape)
         return
     for first, end in pairwise(ends):
-        yield Piece(name, tensor.dtype, (end - first, *shape[1:]), first)
+        yield RowPiece(name, tensor.dtype, (end - first, *shape[1:]), first)
 
 
-def _bucketed(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
+def _bucketed(pieces: Sequence[RowPiece], limit: int) -> Iterator[list[RowPiece]]:
+    group: list[RowPiece] = []
     for piece in pieces:
         full = sum(member.nbytes for member in group) + piece.nbytes > limit
         if group and (full or piece.dtype != group[0].dtype):

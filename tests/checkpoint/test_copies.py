@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from worldsize.checkpoint import recovery
 from worldsize.checkpoint.copies import Generation, ShardCopies
-from worldsize.checkpoint.pieces import Held, Layout, Place
+from worldsize.checkpoint.pieces import Held, PieceLayout, Place
 from worldsize.checkpoint.placements import Piece, inventory_of
 from worldsize.checkpoint.recovery import Recovery, handed_over
 from worldsize.core import StateDict, World
@@ -70,7 +70,7 @@ def test_whoever_dies_without_a_peer_loses_nothing(dead: list[int]) -> None:
 def test_parts_of_any_size_are_sent_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank sends another at most 32 bytes at once, though the parts of the table have 72."""
     monkeypatch.setattr(recovery, "_ROUND", 4 * 16)
-    send, sent, run = dist.all_to_all_single, list[int](), recovery._Exchange.run
+    send, sent, run = dist.all_to_all_single, list[int](), recovery._PieceExchange.run
 
     def noted(answer: Tensor, message: Tensor, taken: list[int], given: list[int], **more: Any) -> Any:
         sent.append(max(given))
@@ -81,7 +81,7 @@ def test_parts_of_any_size_are_sent_in_messages_of_bounded_size(monkeypatch: pyt
         run(exchange, transfers)
 
     monkeypatch.setattr(dist, "all_to_all_single", noted)
-    monkeypatch.setattr(recovery._Exchange, "run", without_copies)
+    monkeypatch.setattr(recovery._PieceExchange, "run", without_copies)
 
     def body(world: World) -> tuple[Any, int, int]:
         (result,) = restored(world, [1, 3])
@@ -189,8 +189,8 @@ def test_peers_are_on_other_hosts_and_train_other_data_if_there_are_several() ->
     assert all(count.kept(rank) for rank in range(4))
 
 
-def layout_of(pieces: Sequence[Piece], hosts: str, parts: Sequence[int | None] = (None,) * 4) -> Layout:
+def layout_of(pieces: Sequence[Piece], hosts: str, parts: Sequence[int | None] = (None,) * 4) -> PieceLayout:
     """Return that of ranks each of which holds one part of the same tensor."""
     dtypes = {pieces[0].name: torch.float32}
     told = zip(pieces, hosts, parts, strict=True)
-    return Layout([Held(inventory_of([piece], dtypes), Place(host, part)) for piece, host, part in told], dtypes)
+    return PieceLayout([Held(inventory_of([piece], dtypes), Place(host, part)) for piece, host, part in told], dtypes)

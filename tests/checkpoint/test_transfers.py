@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from worldsize.checkpoint.manifest_tree import Box
-from worldsize.checkpoint.pieces import Held, Layout, Place
+from worldsize.checkpoint.pieces import Held, PieceLayout, Place
 from worldsize.checkpoint.placements import (
     Piece,
     TensorPlacement,
@@ -144,7 +144,7 @@ def test_ranks_that_hold_the_same_keep_as_many_bytes() -> None:
     shapes = {name: ((0, size),) for name, size in zip("abcdefgh", (4000, 2000) * 4, strict=True)}
     dtypes = dict.fromkeys(shapes, torch.float32)
     held = [Held(inventory_of([Piece(*each) for each in shapes.items()], dtypes), Place("one")) for _ in range(4)]
-    layout = Layout(held, dtypes)
+    layout = PieceLayout(held, dtypes)
     assert [sum(map(layout.bytes, layout.kept(rank))) for rank in range(4)] == [2 * 4 * 6000] * 4
     keepers = Counter(piece for rank in range(4) for piece in layout.kept(rank))
     assert set(keepers.values()) == {2}

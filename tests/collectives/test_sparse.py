@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from worldsize.collectives.per_rank import local_row
-from worldsize.collectives.reductions import RandomK, TopK, drawn
+from worldsize.collectives.reductions import RandomK, TopKSum, drawn
 from worldsize.collectives.staged import Summation, finished
 from worldsize.core import ConfigError, Link, Numerics, RunContext, Workload, World
 from worldsize.data.batches import collate_of, fetch
@@ -83,7 +83,7 @@ def test_the_cost_formula_has_the_bytes_of_the_collectives(kind: CompressionKind
     cost = DDP(compress=kind, density=0.05).cost(Workload(parameter_bytes=3200, optimizer_bytes=0), cluster)
     assert cost is not None
     assert cost.sent_bytes == pytest.approx(sent)
-    summation = TopK(0.05) if kind == "topk" else RandomK(0.05, keeps_errors=True)
+    summation = TopKSum(0.05) if kind == "topk" else RandomK(0.05, keeps_errors=True)
 
     def body(world: World) -> list[int]:
         assert world.group is not None
@@ -103,7 +103,7 @@ def test_the_cost_formula_has_the_bytes_of_the_collectives(kind: CompressionKind
 
 @pytest.mark.parametrize("kind", ["topk", "randomk"])
 def test_sums_and_memories_are_those_of_sparsified_sgd_with_memory(kind: str) -> None:
-    summation = TopK(DENSITY) if kind == "topk" else RandomK(DENSITY, keeps_errors=True)
+    summation = TopKSum(DENSITY) if kind == "topk" else RandomK(DENSITY, keeps_errors=True)
     expected, kept = memory_sums(None if kind == "topk" else [mask_of(step) for step in range(STEPS)])
     for rank, (totals, errors) in enumerate(run_in_worlds(lambda world: sums(summation, world), SIZE)):
         for step in range(STEPS):
@@ -157,7 +157,7 @@ def test_random_numbers_without_memory_are_right_on_average() -> None:
         assert_close("squared norm", float(squares), width * float(exact.square().sum()), 0.05)
 
 
-@pytest.mark.parametrize("summation", [TopK(DENSITY), RandomK(DENSITY, keeps_errors=True)], ids=["topk", "randomk"])
+@pytest.mark.parametrize("summation", [TopKSum(DENSITY), RandomK(DENSITY, keeps_errors=True)], ids=["topk", "randomk"])
 def test_a_number_that_is_not_finite_reaches_all_ranks_and_is_not_kept(summation: Summation) -> None:
     def body(world: World) -> tuple[Tensor, Tensor, Tensor]:
         assert world.group is not None

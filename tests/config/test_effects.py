@@ -29,10 +29,22 @@ def test_the_optimizers_own_rate_is_scaled_as_the_runs_rate_is(train: Any) -> No
     assert "lr 0.005 = 0.02 × 24/96 (cluster.scale_lr=linear)" in train(*SHOWN, *words.split()).output
 
 
+def test_a_typed_value_counts_although_the_recipe_sets_it_for_the_numerics(train: Any, tmp_path: Path) -> None:
+    text = "# @package _global_\ndefaults: [digits, _self_]\nnumerics: {clip_norm: 1.0}\n"
+    write_recipe(tmp_path, "clipped", "", clipped=text)
+    words = ("recipe=clipped", *PLAIN[1:])
+    norms = [
+        train(*words, *typed).json("run_manifest.json")["config"]["numerics"]["clip_norm"]
+        for typed in ((), ("clip_norm=0.5",))
+    ]
+    assert norms == [1.0, 0.5]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("lr=0.1 optimizer.lr=0.2", "lr=0.1 is given, and so is optimizer.lr=0.2. Leave one of them out."),
+        ("clip_norm=1 numerics.clip_norm=2", "clip_norm=1 is given, and so is numerics.clip_norm=2. Leave one of"),
         ("ema.every=3", "ema.every=3 has no effect without ema.decay. Set ema.decay=0.999, too, or leave it out."),
         ("ema.decay=1.0", "ema.decay=1.0 never averages: the average stays at its first weights."),
         ("early_stopping.patience=2", "has no effect without early_stopping.metric."),

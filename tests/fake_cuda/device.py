@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_init as fsdp_init
 import torch.nn.parallel.distributed as ddp
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel

@@ -20,7 +20,7 @@ import pytest
 from worldsize.core import Cluster, Plan, Role
 from worldsize.launch.lost_link import LossPolicy
 from worldsize.launch.members import LostHostError, Member
-from worldsize.launch.node import Rendezvous
+from worldsize.launch.node import NodeRendezvous
 from worldsize.launch.outpost import Outpost
 from worldsize.launch.remote import RemoteHosts
 from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, Mailbox, RemoteAgent
@@ -125,7 +125,7 @@ def test_those_that_join_later_are_dealt_to_the_hosts_in_groups_that_share_one(t
     ours, theirs = connected()
     hosts = RemoteHosts([RemoteAgent(1, "h2", ours)], plan, 1, tmp_path, SILENCE, None, LossPolicy())
     assert [hosts.node_of(rank) for rank in range(12)] == [0, 0, 1, 1] * 3
-    rendezvous = Rendezvous(tmp_path, 2, "", {})
+    rendezvous = NodeRendezvous(tmp_path, 2, "", {})
     assert [rendezvous.placement(plan, rank).local_rank for rank in range(12)] == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]
     servers = replace(plan, roles={"worker": Role(4, restart="individual")})  # later ones are on the first host
     later = [rendezvous.placement(servers, rank) for rank in range(4, 7)]
@@ -182,7 +182,7 @@ def test_processes_of_spare_nodes_follow_those_of_the_plan(pair: Pair, tmp_path:
     agents = [RemoteAgent(node, f"h{node + 1}", ends[node - 1][0]) for node in (1, 2)]
     hosts = RemoteHosts(agents, plan, 1, tmp_path, SILENCE, None, LossPolicy())
     assert [hosts.node_of(number) for number in range(10)] == [0, 0, 1, 1, 2, 2, 0, 1, 2, 0]
-    rendezvous = Rendezvous(tmp_path, 2, "", {})
+    rendezvous = NodeRendezvous(tmp_path, 2, "", {})
     places = [rendezvous.placement(plan, number) for number in range(10)]
     assert [place.local_rank for place in places] == [0, 1, 0, 1, 0, 1, 2, 2, 2, 3]
     assert [place.node_rank for place in places] == [hosts.node_of(number) for number in range(10)]

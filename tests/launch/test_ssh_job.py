@@ -16,7 +16,7 @@ import pytest
 from tests.observe.run_folders import attempt, write_run
 from worldsize.core import ConfigError
 from worldsize.launch.ssh import Ssh
-from worldsize.launch.ssh_job import Lineup, Revival, SshAgent, SshJob, Succession
+from worldsize.launch.ssh_job import HostSuccession, Lineup, Revival, SshAgent, SshJob
 from worldsize.record.run_directory import RunDirectory
 
 HOSTS = Lineup(("a", "b", "c", "d"))
@@ -29,8 +29,8 @@ def killed(tmp_path: Path) -> RunDirectory:
     return RunDirectory(write_run(tmp_path / "run", steps=1, attempts=[attempt(1, steps=(0, 1), reason="killed")]))
 
 
-def succession(run: RunDirectory, answering: set[str], *, least: int = 2, most: int = 1) -> Succession:
-    return Succession(run, lambda: answering, lambda hosts: hosts >= least, 0.0, 0.0, most)
+def succession(run: RunDirectory, answering: set[str], *, least: int = 2, most: int = 1) -> HostSuccession:
+    return HostSuccession(run, lambda: answering, lambda hosts: hosts >= least, 0.0, 0.0, most)
 
 
 def test_those_that_answer_come_first_and_the_lost_one_last() -> None:
@@ -88,7 +88,7 @@ def test_a_run_that_has_ended_or_that_too_few_could_go_on_with_does_not_begin_ag
         signals.append(signal.SIGTERM)  # it comes while the hosts are asked
         return {*HOSTS.hosts}
 
-    asked = Succession(killed, answering, lambda hosts: hosts > 0, 0.0, 600.0, 1)
+    asked = HostSuccession(killed, answering, lambda hosts: hosts > 0, 0.0, 600.0, 1)
     assert asked.next(HOSTS, LOST, signals) is None
 
 

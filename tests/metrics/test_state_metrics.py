@@ -18,7 +18,7 @@ from plugins.parameter_server.strategy import ParameterServer
 from worldsize.collectives.exact import gather_tensors
 from worldsize.core import Cluster, ConfigError, RunContext, StateMetric, Strategy, World
 from worldsize.data.loader import evaluation_batches
-from worldsize.metrics import Concatenated, TorchMetric
+from worldsize.metrics import TorchMetric, WholeSplit
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
@@ -45,7 +45,7 @@ class Classified(Chain):
     """A chain whose first output says whether the first target is above zero."""
 
     def metrics(self) -> Mapping[str, StateMetric]:
-        return {"whole": Concatenated(binary_auroc)} | {name: TorchMetric(each) for name, each in wrapped().items()}
+        return {"whole": WholeSplit(binary_auroc)} | {name: TorchMetric(each) for name, each in wrapped().items()}
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, ...]]:  # type: ignore[override]
         outputs, targets = model(*self.model_inputs(batch)), batch[1]
@@ -104,7 +104,7 @@ def test_metrics_that_cannot_be_merged_exactly_are_refused() -> None:
     with pytest.raises(ConfigError, match="computes more than one number"):
         metric.compute(metric.state(torch.tensor([0, 1]), torch.tensor([1, 1])))
     with pytest.raises(ConfigError, match="a scalar cannot be concatenated"):
-        Concatenated(max).state(torch.tensor(1.0))
+        WholeSplit(max).state(torch.tensor(1.0))
 
 
 def test_a_missing_torchmetrics_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from worldsize.observe import subprocess_listeners
 from worldsize.observe.progress import Progress, Tail
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing
-from worldsize.record.metrics import JsonLines, metrics_digest
+from worldsize.record.metrics import MetricsFile, metrics_digest
 from worldsize.record.run_directory import RunDirectory
 
 ENDED = RunEnded(1, "completed")
@@ -32,7 +32,7 @@ def step(number: int, loss: float = 0.1, seconds: float = 0.5) -> StepDone:
 
 
 def test_a_line_holds_every_digit(tmp_path: Path) -> None:
-    listener = JsonLines(tmp_path / "metrics.jsonl")
+    listener = MetricsFile(tmp_path / "metrics.jsonl")
     listener(step(1, loss=0.1 + 0.2))
     listener(ENDED)
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
@@ -44,7 +44,7 @@ def test_a_line_holds_every_digit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_line_is_strict_json_whatever_the_loss(tmp_path: Path, loss: float) -> None:
-    listener = JsonLines(tmp_path / "metrics.jsonl")
+    listener = MetricsFile(tmp_path / "metrics.jsonl")
     listener(step(1, loss=loss))
     listener(ENDED)
 
@@ -57,7 +57,7 @@ def test_a_line_is_strict_json_whatever_the_loss(tmp_path: Path, loss: float) ->
 def test_the_digest_depends_on_the_computation_and_not_on_time(tmp_path: Path) -> None:
     digests = []
     for name, loss, seconds in (("a", 1.0, 0.5), ("b", 1.0, 0.7), ("c", 1.0000001, 0.5)):
-        listener = JsonLines(tmp_path / name)
+        listener = MetricsFile(tmp_path / name)
         listener(step(1, loss, seconds))
         listener(Evaluated(1, {"accuracy": 0.5}))
         listener(ENDED)
@@ -94,7 +94,7 @@ def test_a_tail_gives_complete_lines_once(tmp_path: Path) -> None:
 def test_progress_without_a_terminal_shows_the_last_step_and_every_evaluation(tmp_path: Path) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=False, width=100)
-    listener = JsonLines(tmp_path / "metrics.jsonl")
+    listener = MetricsFile(tmp_path / "metrics.jsonl")
     with Progress(tmp_path / "metrics.jsonl", 3, console):
         for event in (step(1), step(2), step(3), Evaluated(3, {"accuracy": 0.25}), ENDED):
             listener(event)

@@ -12,8 +12,8 @@ import pytest
 from worldsize.core import RunEnded, RunStarted
 from worldsize.observe.progress import Tail
 from worldsize.observe.timing import Timing
-from worldsize.record.json_lines import Rows, row_of
-from worldsize.record.metrics import JsonLines, is_timing, last_metrics, metric_rows, metrics_digest, rewind
+from worldsize.record.json_lines import JsonRows, row_of
+from worldsize.record.metrics import MetricsFile, is_timing, last_metrics, metric_rows, metrics_digest, rewind
 from worldsize.record.run_directory import RunDirectory
 from worldsize.strict_json import parse
 
@@ -61,9 +61,9 @@ def test_many_brackets_are_not_deep() -> None:
 
 def test_a_line_that_was_cut_off_or_is_no_object_is_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b'{"step": 1}\nnull\n\xff\n{"x": NaN}\n{"step": 2}\n{"st')
-    rows = Rows(tmp_path / "file")
+    rows = JsonRows(tmp_path / "file")
     assert (list(rows), rows.damaged) == ([{"step": 1}, {"step": 2}], 3)
-    assert list(Rows(tmp_path / "absent")) == []
+    assert list(JsonRows(tmp_path / "absent")) == []
 
 
 def test_a_long_file_is_thinned_but_for_evaluations_and_its_end(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_resumed_run_keeps_the_times_of_the_steps_before(tmp_path: Path, caplo
     timing(RunStarted("run", 100, 20, True))
     timing.write(30, step_seconds=0.2)
     timing(RunEnded(30, "completed"))
-    rows = Rows(path, is_valid=is_timing)
+    rows = JsonRows(path, is_valid=is_timing)
     assert [row["step"] for row in rows] == [10, 20, 30]
     assert (rows.damaged, caplog.text) == (0, "")
 
@@ -175,7 +175,7 @@ def test_an_attempt_drops_what_another_one_wrote_meanwhile(
 
 def begin(path: Path, first: int, *, evaluated: bool = True) -> None:
     """Begin to write as rank 0 does that goes on after step ``first``."""
-    listener = JsonLines(path)
+    listener = MetricsFile(path)
     listener(RunStarted("run", 200, first, evaluated))
     listener(RunEnded(first, "completed"))
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch.distributed import FileStore
 
 from worldsize.core import Cluster, World
 from worldsize.world.world import regrouped

@@ -16,7 +16,7 @@ from worldsize.optimizers.muon import muon
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
-from worldsize.strategies.optimizer_trial import Trial
+from worldsize.strategies.optimizer_trial import OptimizerTrial
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.loops import Loop, refused_early
@@ -90,7 +90,7 @@ def test_a_trial_tells_norms_of_a_parameter_from_those_of_all(
 ) -> None:
     with torch.device("meta"):
         recipe = Matrices(make)
-        trial = Trial(recipe, recipe.model())
+        trial = OptimizerTrial(recipe, recipe.model())
         assert trial.failure is None
         assert (trial.updates_parts(0), trial.updates_parts(1), trial.joint is None) == (rows, columns, apart)
 
@@ -100,7 +100,7 @@ def test_a_trial_leaves_the_model_and_the_random_numbers_as_they_are() -> None:
     model = recipe.model()
     parameters, values = list(model.parameters()), [each.detach().clone() for each in model.parameters()]
     torch.manual_seed(3)
-    assert Trial(recipe, model).joint is not None
+    assert OptimizerTrial(recipe, model).joint is not None
     drawn = torch.rand(2)
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.rand(2))

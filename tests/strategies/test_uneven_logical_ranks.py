@@ -26,7 +26,7 @@ from worldsize.strategies.synchronous import SynchronousReplica, replicated
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 from worldsize.train.training_metrics import TrainingMetrics, by_logical_rank
-from worldsize.train.window import Window
+from worldsize.train.window import LogWindow
 
 TOTAL = 5
 
@@ -230,7 +230,7 @@ def logged(world: World) -> tuple[float, Any, Any]:
     """Log one step whose losses and metrics are the numbers of the logical ranks."""
     mine = range(world.rank, TOTAL, world.size)
     sums = torch.tensor([[float(rank), 1.0] for rank in mine], dtype=torch.float64)
-    window = Window(world, 10, None, metrics=TrainingMetrics({}), logical_ranks=TOTAL)
+    window = LogWindow(world, 10, None, metrics=TrainingMetrics({}), logical_ranks=TOTAL)
     window.fetching()
     window.stepping(measured=False)
     losses = [torch.tensor(float(rank)) for rank in mine]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from worldsize.checkpoint.manifest_tree import join, ordered_like, split
-from worldsize.checkpoint.pieces import Layout, Place, copied, gathered_layout
+from worldsize.checkpoint.pieces import PieceLayout, Place, copied, gathered_layout
 from worldsize.checkpoint.placements import Piece
 from worldsize.collectives.peer_waits import INTERRUPTION
 from worldsize.collectives.step_timer import receive, send, started, wait
@@ -78,7 +78,7 @@ class ShardCopies:
         *,
         device: torch.device,
         before: Generation | None = None,
-        layout: Layout | None = None,
+        layout: PieceLayout | None = None,
         at: Callable[[str], None] = lambda point: None,
     ) -> None:
         self._at = at
@@ -150,7 +150,7 @@ class _Buffers:
     What is to be sent comes first, so that it is sent from where it was copied to.
     """
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+    def __init__(self, layout: PieceLayout, rank: int, device: torch.device) -> None:
         self.layout = layout
         sole, kept = layout.sole(rank), layout.kept(rank)
         theirs = layout.sole(layout.peer_before(rank)) if layout.peer(rank) != rank else []

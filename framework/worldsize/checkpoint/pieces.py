@@ -78,7 +78,7 @@ def cut(tensor: Tensor, within: Box, part: Box) -> Tensor:
 
 
 @final
-class Layout:
+class PieceLayout:
     """Says who of a group holds which parts of the state, and who keeps them; all ranks make the same one.
 
     Two ranks keep each part, if possible on two hosts, and of two parts of the data. If several such ranks hold it, two
@@ -186,10 +186,10 @@ def _shared_at(distance: int, values_r: Tensor) -> int:
     return int(torch.count_nonzero(values_r == values_r.roll(-distance)))
 
 
-def gathered_layout(tensors: Mapping[str, Tensor], group: ProcessGroup | None, place: Place) -> Layout:
+def gathered_layout(tensors: Mapping[str, Tensor], group: ProcessGroup | None, place: Place) -> PieceLayout:
     """Gather who holds which parts of ``tensors``, of any shapes; all ranks of ``group`` must call it (None: one)."""
     dtypes = dtypes_of(tensors)
-    return Layout(all_of(Held(inventory_of(pieces_of(tensors).values(), dtypes), place), group), dtypes)
+    return PieceLayout(all_of(Held(inventory_of(pieces_of(tensors).values(), dtypes), place), group), dtypes)
 
 
 def dtypes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from worldsize.checkpoint.copies import Generation
 from worldsize.checkpoint.manifest_tree import join, ordered_like, split
-from worldsize.checkpoint.pieces import Held, Layout, Place, all_of, cut, dtypes_of, pieces_of
+from worldsize.checkpoint.pieces import Held, PieceLayout, Place, all_of, cut, dtypes_of, pieces_of
 from worldsize.checkpoint.placements import (
     Inventory,
     Piece,
@@ -112,7 +112,7 @@ class Recovery:
         offered = [offer.inventory for each in accounts for offer in each.offers]
         check_same([held.inventory, *offered])
         self._offers = [each.offers for each in accounts]
-        self.layout = Layout([each.held for each in accounts], dtypes)
+        self.layout = PieceLayout([each.held for each in accounts], dtypes)
         self.facts = accounts[0].facts
 
     def run(self) -> Recovered | None:
@@ -133,7 +133,7 @@ class Recovery:
         assert facts is not None
         values, skipped, shared = facts
         targets = {piece: local(self._tensors[name]).detach() for name, piece in self._pieces.items()}
-        exchange = _Exchange(self._group, targets, kept.parts if kept else {})
+        exchange = _PieceExchange(self._group, targets, kept.parts if kept else {})
         rank = self._group.rank() if self._group else 0
         exchange.run(transfers_of(rank, keepers, self.layout.placements, [*self.layout.dtypes]))
         return Recovered(key[0], skipped, shared, ordered_like(join(values, self._tensors), self._template), kept)
@@ -166,7 +166,7 @@ def handed_over(own: Sequence[Generation], group: ProcessGroup, ranks: int) -> l
     mine = [each.kept for each in given if each.target == group.rank()]
     received = {piece: torch.empty(piece.sizes, dtype=dtypes[piece.name]) for piece in mine}
     before = kept.parts if kept else {}
-    _Exchange(group, received, before).run(given)
+    _PieceExchange(group, received, before).run(given)
     dist.barrier(group=group)  # those that wait from now on leave the group
     others = [each for each in own if each is not kept]
     return [Generation(number, step, skipped, values, elements, dtypes, {**before, **received}, shared), *others]
@@ -218,7 +218,7 @@ def _divided(transfer: Transfer, most: int) -> Iterator[Transfer]:
 
 
 @final
-class _Exchange:
+class _PieceExchange:
     """Copies and sends parts of tensors; ``targets``: those to fill; ``parts``: those that this rank keeps."""
 
     def __init__(

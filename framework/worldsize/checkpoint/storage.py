@@ -39,7 +39,7 @@ Point = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Place:
+class ChunkPlace:
     """The location of a chunk's bytes, and the size and digest of its file, which are known when it is closed."""
 
     file: str
@@ -51,7 +51,7 @@ class Place:
 
 @final
 @dataclass(frozen=True)
-class _Part:
+class _TensorPart:
     """A tensor, or a part of one, that this rank writes."""
 
     index: MetadataIndex
@@ -112,11 +112,11 @@ class Writer(StorageWriter):
         facts = (ends[-1], self._stream(pieces, ends[-1]))
         self._at("checkpoint:after-shard")
         return [
-            WriteResult(part.index, len(piece), Place(self._name, start, len(piece), *facts))
+            WriteResult(part.index, len(piece), ChunkPlace(self._name, start, len(piece), *facts))
             for part, piece, start in zip(parts, pieces[1:], ends[:-1], strict=True)
         ]
 
-    def _header(self, parts: Sequence[_Part]) -> bytes:
+    def _header(self, parts: Sequence[_TensorPart]) -> bytes:
         """Return the first bytes of the file, before any of its tensors is written."""
         contents = Contents()
         for part in parts:
@@ -147,7 +147,7 @@ class Writer(StorageWriter):
         seal(self._folder, {**self._head, "values": values, "files": files, "tensors": tensors}, self._at)
 
 
-def _resolved(item: WriteItem, planner: SavePlanner) -> _Part:
+def _resolved(item: WriteItem, planner: SavePlanner) -> _TensorPart:
     """Return the tensor that ``item`` requests to write; raise CheckpointError if a checkpoint cannot hold it."""
     name, tensor, facts = item.index.fqn, planner.resolve_data(item), item.tensor_data
     if facts is None or not isinstance(tensor, Tensor):
@@ -155,17 +155,17 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> _Part:
     if tensor.dtype not in DTYPES.values():
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise CheckpointError(f"{name} is of dtype {dtype}, which a checkpoint cannot hold.")
-    return _Part(item.index, tensor, facts.size, box_of(facts.chunk.offsets, facts.chunk.sizes))
+    return _TensorPart(item.index, tensor, facts.size, box_of(facts.chunk.offsets, facts.chunk.sizes))
 
 
-def _check_finite(parts: Sequence[_Part]) -> None:
+def _check_finite(parts: Sequence[_TensorPart]) -> None:
     for part in parts:
         name, tensor = part.name, part.tensor
         if name.startswith("model/") and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{name} holds NaN or infinity. Lower lr, set clip_norm, or choose nonfinite=ignore")
 
 
-def _described(name: str, facts: Any, places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:
+def _described(name: str, facts: Any, places: Mapping[MetadataIndex, ChunkPlace]) -> dict[str, Any]:
     dtype = str(facts.properties.dtype).removeprefix("torch.")
     chunks = [_located(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in facts.chunks]
     return {"dtype": dtype, "shape": list(facts.size), "chunks": chunks}
@@ -181,7 +181,7 @@ def _alone(names: Iterable[str]) -> dict[str, Any]:
     return parts
 
 
-def _located(chunk: ChunkStorageMetadata, place: Place) -> dict[str, Any]:
+def _located(chunk: ChunkStorageMetadata, place: ChunkPlace) -> dict[str, Any]:
     where = {"file": place.file, "offset": place.offset, "length": place.length}
     return {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **where}
 

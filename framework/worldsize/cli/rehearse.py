@@ -61,7 +61,7 @@ def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
     from worldsize.config.composed import settings_of
     from worldsize.plan.construction import check_construction, check_trainable
     from worldsize.plan.dry_run import check_alone
-    from worldsize.plan.rehearsal.rank import Part
+    from worldsize.plan.rehearsal.rank import RehearsedPart
     from worldsize.plan.rehearsal.ranks import chosen_ranks, rehearse
     from worldsize.world.processes import will_fork
 
@@ -79,7 +79,7 @@ def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
     size = settings.cluster.processes
     ranks = chosen_ranks(settings) if options.ranks is None else _ranks(options.ranks, size)
     _check(options, ranks)
-    part = Part(options.steps, options.fake, not options.without_evaluation)
+    part = RehearsedPart(options.steps, options.fake, not options.without_evaluation)
     console = Console(stderr=True)
     with Progress(
         console=console,

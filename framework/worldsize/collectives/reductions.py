@@ -242,7 +242,7 @@ def kept(length: int, density: float) -> int:
 
 
 @final
-class TopK(Summation):
+class TopKSum(Summation):
     """Each rank sends its k largest numbers with their indices (Aji and Heafield 2017; Lin et al. 2018, algorithm 1).
 
     An all-gather of k float32 and k int32 from each rank, which every rank adds up in the order of ranks. A number that

@@ -46,7 +46,7 @@ PHASES: tuple[Phase, ...] = ("compute", "communication", "update")
 
 @final
 @dataclass
-class _Step:
+class _StepTimes:
     """The times at which the phase of one step changed."""
 
     data: float  # seconds that the step waited for its data
@@ -67,9 +67,9 @@ class StepTimer:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._now: Callable[[], Any] = self._event if self._stream else time.perf_counter
         self._thread = threading.get_ident()
-        self._step: _Step | None = None
-        self._done: list[_Step] = []
-        self._before: list[_Step] = []  # on CUDA: the steps that ended before the last call of take()
+        self._step: _StepTimes | None = None
+        self._done: list[_StepTimes] = []
+        self._before: list[_StepTimes] = []  # on CUDA: the steps that ended before the last call of take()
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -83,7 +83,7 @@ class StepTimer:
 
     def start(self, *, data: float) -> None:
         """Begin to measure a step that has waited ``data`` seconds for its data."""
-        self._step = _Step(data)
+        self._step = _StepTimes(data)
         self.switch("compute")
 
     def end(self) -> None:

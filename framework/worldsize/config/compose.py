@@ -192,7 +192,7 @@ def _single_run(words: Sequence[str]) -> DictConfig | None:
     try:
         cfg = _composed(words)
     except (HydraException, OmegaConfBaseException):
-        if wants_sweep(words):
+        if any(word.startswith("hydra.mode=") for word in words) or brings_files(words):  # it may be a sweep
             return None
         raise
     own, chosen = cfg.hydra, cfg.hydra.runtime.choices

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from dataclasses import fields
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -20,7 +21,7 @@ from worldsize.config.learning_rate import scaled_lr
 from worldsize.config.search_path import installed, make_importable, roots
 from worldsize.config.settings import Settings, load_settings, load_shape, recipe_of, with_initial
 from worldsize.config.shape import RunShape, nodes_of, with_processes
-from worldsize.core import Recipe
+from worldsize.core import Numerics, Recipe
 from worldsize.data.batches import is_iterable
 from worldsize.data.order import epoch_length, steps_of
 from worldsize.devices import device_count
@@ -48,7 +49,7 @@ def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None)
     if "hosts" in cfg.cluster:
         cfg.cluster.nodes = nodes_of(cfg.cluster.hosts, spare=cfg.cluster.spare_nodes)
     _check_length(cfg)
-    share_rate(cfg)
+    _unite_values(cfg)
     if has_own_batches(cfg):
         samples_per_logical_rank = cfg.evaluate_batch_size = 1
     lengths = lengths_of(cfg)
@@ -226,14 +227,22 @@ def check_effects(cfg: DictConfig) -> None:
             )
 
 
-def share_rate(cfg: DictConfig) -> None:
-    """Make a learning rate that the section ``optimizer`` has of its own the run's ``lr``, to which it then refers.
+def _unite_values(cfg: DictConfig) -> None:
+    """Make one value of those that two sections have.
 
-    So ``optimizer.lr=0.1`` and ``lr=0.1`` are the same run, in its record and under ``cluster.scale_lr``, too.
+    A learning rate that the section ``optimizer`` has of its own becomes the run's ``lr``, to which it then refers. So
+    ``optimizer.lr=0.1`` and ``lr=0.1`` are the same run, in its record and under ``cluster.scale_lr``, too. A typed
+    ``clip_norm=0.5`` counts although a file sets ``numerics.clip_norm``.
 
     Raises:
         ConfigError: both are typed.
     """
+    typed = {word.lstrip("+").partition("=")[0]: word for word in task_overrides()}
+    for key in typed.keys() & {each.name for each in fields(Numerics)}:
+        if not OmegaConf.is_interpolation(cfg.numerics, key):
+            if (other := typed.get(f"numerics.{key}")) is not None:
+                raise ConfigError(f"{typed[key]} is given, and so is {other}. Leave one of them out.")
+            cfg.numerics[key] = f"${{{key}}}"
     if not OmegaConf.is_dict(cfg.optimizer) or "lr" not in cfg.optimizer or not is_taken(cfg, "optimizer"):
         return
     if OmegaConf.is_interpolation(cfg.optimizer, "lr") or OmegaConf.is_missing(cfg.optimizer, "lr"):
@@ -241,9 +250,8 @@ def share_rate(cfg: DictConfig) -> None:
     rate = cfg.optimizer.lr
     if isinstance(rate, bool) or not isinstance(rate, int | float):
         return
-    typed = [word for word in task_overrides() if re.match(r"\+*lr=", word)]
-    if typed and cfg.lr != rate:
-        raise ConfigError(f"{typed[0]} is given, and so is optimizer.lr={rate}. Leave one of them out.")
+    if "lr" in typed and cfg.lr != rate:
+        raise ConfigError(f"{typed['lr']} is given, and so is optimizer.lr={rate}. Leave one of them out.")
     cfg.lr, cfg.optimizer.lr = float(rate), "${lr}"
 
 

@@ -164,7 +164,7 @@ class CheckpointConfig:
         int | Literal["auto"], _INTERVAL, LARGEST, OneOf("auto", hint="A number of steps is taken, too.")
     ] = "auto"
     at_end: bool = True
-    signals: Sequence[str] = ()
+    signals: Sequence[str] = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
     ignore: Sequence[str] = ()
     ignore_until: Annotated[int | None, Range(least=0)] = None
     allow_older: bool = False

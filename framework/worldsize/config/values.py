@@ -104,18 +104,15 @@ class _Types:
         """Compose the file of the cluster that the words choose, with the keys of its launcher."""
         if self._composed is None:
             GlobalHydra.instance().clear()
-            chosen = [word.partition("=")[2] for word in self._words if re.fullmatch(r"\+?cluster=\w+", word)]
+            usual = OmegaConf.load(main_conf() / "config.yaml").defaults
+            chosen = [each["cluster"] for each in usual if "cluster" in each]
+            chosen += [word.partition("=")[2] for word in self._words if re.fullmatch(r"\+?cluster=\w+", word)]
             try:
                 with initialize_config_dir(str(main_conf()), version_base="1.3"):
-                    self._composed = compose(f"cluster/{chosen[-1] if chosen else _default_cluster()}")
+                    self._composed = compose(f"cluster/{chosen[-1]}")
             except (HydraException, OmegaConfBaseException, ConfigError):
                 self._composed = OmegaConf.create()  # reported when everything is composed
         return self._composed
-
-
-def _default_cluster() -> str:
-    defaults = OmegaConf.load(main_conf() / "config.yaml").defaults
-    return next(str(each["cluster"]) for each in defaults if "cluster" in each)
 
 
 def _options(node: UnionNode) -> Sequence[Any]:

@@ -25,7 +25,7 @@ from typing import Any, Literal, final
 from filelock import FileLock, Timeout
 
 from worldsize.data.texts import Encoder, TextFormat, Tokenizer, dtype_of, input_files
-from worldsize.data.token_shards import MANIFEST, Made, Piece, listed_sizes, make, pieces_of, sha256_of, write_json
+from worldsize.data.token_shards import MANIFEST, Made, ShardInput, listed_sizes, make, pieces_of, sha256_of, write_json
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.world.processes import die_with_parent
 
@@ -190,14 +190,14 @@ def _begin_process(parent: int, tokenizer: Tokenizer) -> None:
     _encoder = tokenizer.encoder()
 
 
-def _make(piece: Piece, on_error: OnError, form: TextFormat) -> None:
+def _make(piece: ShardInput, on_error: OnError, form: TextFormat) -> None:
     assert _encoder is not None, "each process of the pool begins with it"
     make(piece, _encoder, form, on_error=on_error)
 
 
 def _make_all(
-    pieces: Sequence[Piece],
-    work: Callable[[Piece, OnError], None],
+    pieces: Sequence[ShardInput],
+    work: Callable[[ShardInput, OnError], None],
     on_error: OnError,
     pool: ProcessPoolExecutor,
     progress: Progress,
@@ -222,13 +222,13 @@ def _make_all(
             future.cancel()
 
 
-def _is_made(piece: Piece, on_error: OnError) -> bool:
+def _is_made(piece: ShardInput, on_error: OnError) -> bool:
     """Return whether a piece is finished; one that leaves documents out is not if these are to stop the preparation."""
     made = piece.made()
     return made is not None and not (made.skipped and on_error == "stop")
 
 
-def _sealed(folder: Path, pieces: Sequence[Piece], request: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
+def _sealed(folder: Path, pieces: Sequence[ShardInput], request: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
     """Give the pieces that have tokens their places as shards, and write the manifest.
 
     A piece that lies in its place already was put there by a run that was killed.
@@ -255,7 +255,7 @@ def _sealed(folder: Path, pieces: Sequence[Piece], request: Mapping[str, Any], e
     return manifest
 
 
-def _placed(folder: Path, number: int, piece: Piece, facts: Made) -> dict[str, Any]:
+def _placed(folder: Path, number: int, piece: ShardInput, facts: Made) -> dict[str, Any]:
     places = {piece.tokens: f"tokens_{number:05d}.npy", piece.documents: f"documents_{number:05d}.npy"}
     for path, name in places.items():
         if path.exists():

@@ -54,7 +54,7 @@ class Made:
 
 @final
 @dataclass(frozen=True)
-class Piece:
+class ShardInput:
     """Parts of the input that make one shard; ``folder`` has the files of pieces."""
 
     number: int
@@ -89,7 +89,7 @@ class Piece:
             return None
 
 
-def pieces_of(paths: Iterable[Path], form: TextFormat, folder: Path, *, size: int) -> Iterator[Piece]:
+def pieces_of(paths: Iterable[Path], form: TextFormat, folder: Path, *, size: int) -> Iterator[ShardInput]:
     """Cut the input into pieces of about ``size`` bytes, which follow from it and from ``size`` alone."""
     taken: list[Span] = []
     number = filled = 0
@@ -97,13 +97,13 @@ def pieces_of(paths: Iterable[Path], form: TextFormat, folder: Path, *, size: in
         taken.append(span)
         filled += span.size
         if filled >= size:
-            yield Piece(number, tuple(taken), folder)
+            yield ShardInput(number, tuple(taken), folder)
             taken, number, filled = [], number + 1, 0
     if taken:
-        yield Piece(number, tuple(taken), folder)
+        yield ShardInput(number, tuple(taken), folder)
 
 
-def make(piece: Piece, encoder: Encoder, form: TextFormat, *, on_error: Literal["stop", "skip"]) -> Made:
+def make(piece: ShardInput, encoder: Encoder, form: TextFormat, *, on_error: Literal["stop", "skip"]) -> Made:
     """Tokenise a piece and write its files, the one that says so last.
 
     Raises:

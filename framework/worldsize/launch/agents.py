@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, final
 
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
 from worldsize.core import Failure, Job, Launcher, Outcome, Plan
 from worldsize.errors import FirstHostLostError
 from worldsize.launch.gang import Gang
 from worldsize.launch.lost_link import LossPolicy
 from worldsize.launch.meeting import Door
-from worldsize.launch.node import NodeLauncher, Rendezvous, health_processes, start_process
+from worldsize.launch.node import NodeLauncher, NodeRendezvous, health_processes, start_process
 from worldsize.launch.outpost import Outpost
 from worldsize.launch.remote import RemoteHosts
 from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, Mailbox, RemoteAgent
@@ -55,7 +55,7 @@ class Lead(NodeLauncher, Launcher):
 
     def launch(self, plan: Plan) -> Job:
         if not self.others:
-            return self.start_node(plan, self.node, Rendezvous.alone(plan))
+            return self.start_node(plan, self.node, NodeRendezvous.alone(plan))
         address = address_towards(self.node.first or "")
         listener = socket.create_server((address, 0))
         port: int = listener.getsockname()[1]
@@ -174,7 +174,7 @@ def _network(plan: Plan, address: str) -> dict[str, str]:
     return network_variables(plan.cluster.backend, plan.cluster.interface or interface_of(address), plan.cluster.hca)
 
 
-def _rendezvous(plan: Plan, first: str, port: int, address: str) -> Rendezvous:
+def _rendezvous(plan: Plan, first: str, port: int, address: str) -> NodeRendezvous:
     """Set torch's environment variables so that the ranks of all hosts use a store of the first host's agent."""
     store = {
         "MASTER_ADDR": first,
@@ -184,7 +184,7 @@ def _rendezvous(plan: Plan, first: str, port: int, address: str) -> Rendezvous:
     }
     variables = {**_network(plan, address), **store}
     place = f"tcp://{first}:{port}" if heals(plan.roles) else "env://"
-    return Rendezvous(socket_folder(), plan.cluster.processes_per_node, place, variables, address)
+    return NodeRendezvous(socket_folder(), plan.cluster.processes_per_node, place, variables, address)
 
 
 @final

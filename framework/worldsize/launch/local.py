@@ -11,7 +11,7 @@ from worldsize.config.shape import check_gpus
 from worldsize.core import Cluster, ConfigError, Job, Launcher, Plan
 from worldsize.devices import backend_names, device_count
 from worldsize.errors import neighbours
-from worldsize.launch.node import NodeLauncher, Rendezvous
+from worldsize.launch.node import NodeLauncher, NodeRendezvous
 from worldsize.world.environments import Node
 from worldsize.world.pinning import Pins, pins_here
 from worldsize.world.roles import role_of
@@ -37,7 +37,7 @@ class Local(NodeLauncher, Launcher):
         pins_here(cluster, os.environ)
 
     def launch(self, plan: Plan) -> Job:
-        return self.start_node(plan, Node(), Rendezvous.alone(plan))
+        return self.start_node(plan, Node(), NodeRendezvous.alone(plan))
 
     def describe(self, plan: Plan) -> str:
         lines = [

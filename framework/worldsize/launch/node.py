@@ -54,7 +54,7 @@ class NodeLauncher(LaunchMethod):
         """Return whether no other start of the run may go on with it; asked on the first host when another is lost."""
         return True
 
-    def start_node(self, plan: Plan, node: Node, rendezvous: Rendezvous, others: RemoteHosts | None = None) -> Gang:
+    def start_node(self, plan: Plan, node: Node, rendezvous: NodeRendezvous, others: RemoteHosts | None = None) -> Gang:
         """Start the processes of ``node``; of a gang that heals also those of the ``others``."""
         run = RunDirectory(plan.run_dir)
         terminal = Terminal() if self.terminal_logs else None
@@ -92,7 +92,7 @@ class NodeLauncher(LaunchMethod):
 
 
 @dataclass(frozen=True)
-class Rendezvous:
+class NodeRendezvous:
     """The rendezvous of a node's processes with all others."""
 
     folder: Path  # private folder of heartbeats and sockets of this node's processes; removed after the attempt
@@ -102,12 +102,12 @@ class Rendezvous:
     address: str = "127.0.0.1"  # address of this node for the others
 
     @staticmethod
-    def alone(plan: Plan) -> Rendezvous:
+    def alone(plan: Plan) -> NodeRendezvous:
         """Create the rendezvous of a run on one host, without ports that are reachable from outside."""
         folder, cluster = socket_folder(), plan.cluster
         interface = cluster.interface or ("lo" if sys.platform == "linux" else None)
         network = variables(cluster.backend, interface, cluster.hca)
-        return Rendezvous(folder, plan.world_size, f"file://{folder}/store", network)
+        return NodeRendezvous(folder, plan.world_size, f"file://{folder}/store", network)
 
     def placement(self, plan: Plan, rank: int) -> Placement:
         node, local = place_of(rank, plan)
@@ -120,7 +120,7 @@ def health_processes(plan: Plan, node: Node) -> list[AbstractContextManager[obje
     return [HealthProcess(plan.run_dir, plan.health, node=node.rank)] if plan.health else []
 
 
-def start_process(plan: Plan, rendezvous: Rendezvous, role: str, rank: int, starts: int) -> Member:
+def start_process(plan: Plan, rendezvous: NodeRendezvous, role: str, rank: int, starts: int) -> Member:
     """Start a process of this host, given its role, its rank there, and how often it was started before."""
     import worldsize.worker.process  # noqa: F401 - takes seconds, so once before the fork instead of in every worker
     from worldsize.config.recorded import preload

@@ -17,7 +17,7 @@ from worldsize.config.search_path import bundle
 from worldsize.core import AgentLauncher, Cluster, ConfigError, Job, Plan, Range
 from worldsize.core.launcher import cluster_option
 from worldsize.launch.node import NodeLauncher
-from worldsize.launch.ssh_job import Lineup, Revival, SshAgent, SshJob, Succession
+from worldsize.launch.ssh_job import HostSuccession, Lineup, Revival, SshAgent, SshJob
 from worldsize.net.credentials import write_key
 from worldsize.record.run_directory import RunDirectory
 from worldsize.world.roles import fewest, heals
@@ -64,7 +64,7 @@ class Ssh(NodeLauncher, AgentLauncher):
         run, start, lineup = RunDirectory(plan.run_dir), partial(self._start, plan), Lineup(tuple(self.hosts))
         if not heals(plan.roles):
             return SshJob(start, lineup, self.save_grace)
-        succession = Succession(
+        succession = HostSuccession(
             run,
             self.answering,
             lambda hosts: min(hosts, plan.cluster.nodes) * plan.cluster.processes_per_node >= fewest(plan.roles),

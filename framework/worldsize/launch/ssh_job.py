@@ -129,7 +129,7 @@ class Revival:
 
 @final
 @dataclass
-class Succession:
+class HostSuccession:
     """Lets the run go on from its newest checkpoint on other hosts when the first one is lost.
 
     The first host is told again and again that it is heard; without that, it ends its processes after half of
@@ -208,7 +208,7 @@ class SshJob(Job):
     lineup: Lineup
     grace: float
     revival: Revival | None = None
-    succession: Succession | None = None
+    succession: HostSuccession | None = None
     _agents: list[SshAgent] = field(default_factory=list)
     _seen: list[int] = field(default_factory=list)
 

@@ -35,7 +35,7 @@ class EndedError(WorldsizeError):
 
 @final
 @dataclass(frozen=True)
-class Entry:
+class Registration:
     """The process that serves a service.
 
     Attributes:
@@ -62,12 +62,12 @@ class Registry:
     folder: Path
     timeout: float
 
-    def newest(self, service: str) -> Entry | None:
+    def newest(self, service: str) -> Registration | None:
         """Return the newest server of ``service``; None: there was none yet."""
         files = sorted(self._folder_of(service).glob("epoch_*.json"), key=_epoch_of)
         if not files:
             return None
-        return Entry(_epoch_of(files[-1]), **json.loads(read_regular(files[-1], at_most=_LARGEST)))
+        return Registration(_epoch_of(files[-1]), **json.loads(read_regular(files[-1], at_most=_LARGEST)))
 
     def acquire(self, service: str, epoch: int, address: str, name: str) -> bool:
         """Try to become the server of ``service`` in ``epoch``; return False if another process is."""
@@ -84,7 +84,7 @@ class Registry:
             draft.unlink()
         return True
 
-    def wait(self, service: str, after: int = 0) -> Entry:
+    def wait(self, service: str, after: int = 0) -> Registration:
         """Wait for an entry of an epoch later than ``after``, and return the newest.
 
         Raises:
@@ -166,7 +166,7 @@ class Dialer:
                     raise LostError(f"{service} ({entry.name}) does not answer: {error}") from error
                 time.sleep(_RETRY)
 
-    def attempt(self, entry: Entry, kind: str, **facts: Any) -> tuple[Channel, Mapping[str, Any]]:
+    def attempt(self, entry: Registration, kind: str, **facts: Any) -> tuple[Channel, Mapping[str, Any]]:
         """Join the process of ``entry`` as :meth:`connect` does, without retries. Raises LostError or RefusedError."""
         channel = connect(
             entry.address, self.credentials, peer=entry.name, seconds=self.timeout, operations=self.operations

@@ -19,7 +19,7 @@ from worldsize.devices import device_count
 from worldsize.plan.calibrate import calibrate
 from worldsize.plan.construction import check_trainable
 from worldsize.plan.dry_run import check_alone, slowdown
-from worldsize.plan.rehearsal.rank import Part
+from worldsize.plan.rehearsal.rank import RehearsedPart
 from worldsize.plan.rehearsal.ranks import rehearse
 from worldsize.world.world import threads_per_process
 
@@ -160,7 +160,7 @@ def _rehearsed_bytes(settings: Settings) -> tuple[float, str | None]:
         return 0.0, "activations that wait on the host are estimated"
     try:
         check_alone(settings)
-        (rehearsed,) = rehearse(settings, [0], Part())
+        (rehearsed,) = rehearse(settings, [0], RehearsedPart())
     except ConfigError as error:
         return 0.0, str(error)
     if rehearsed.error is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from worldsize.record.json_lines import Rows
+from worldsize.record.json_lines import JsonRows
 from worldsize.record.metrics import metric_rows
 
 PHASES = ("data", "compute", "communication", "update")
@@ -82,7 +82,7 @@ def read_timed(run: Path, batch_size: int) -> Timed:
     """
     files = sorted((run / "timing").rglob("worker_*.jsonl"))
     if files:
-        return timed([list(Rows(file)) for file in files])
+        return timed([list(JsonRows(file)) for file in files])
     rows = metric_rows(run / "metrics.jsonl")
     steps = [(row["step"], batch_size / row["samples_per_second"]) for row in rows if row["event"] == "step"]
     return timed([[{"step": step, "step_seconds": seconds, "data_seconds": 0.0} for step, seconds in steps]])

@@ -107,7 +107,7 @@ def last_line(path: Path, *, within: int) -> bytes:
 
 
 @final
-class Rows:
+class JsonRows:
     """Iterates over the objects in a file; lines that are not valid objects are skipped and counted.
 
     Of a file with more than ``at_most`` lines only every k-th line is parsed, and the last one, and those that contain

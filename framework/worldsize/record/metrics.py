@@ -13,7 +13,7 @@ from typing import Any, Literal, NotRequired, TypedDict, TypeGuard, final
 
 from worldsize.core import Evaluated, Event, RunEnded, RunFailed, RunStarted, StepDone
 from worldsize.errors import CheckpointError
-from worldsize.record.json_lines import Row, Rows, complete_lines, drop_lines, is_number, last_line, row_of
+from worldsize.record.json_lines import JsonRows, Row, complete_lines, drop_lines, is_number, last_line, row_of
 from worldsize.record.run_directory import RunDirectory
 from worldsize.strict_json import strict
 
@@ -76,7 +76,7 @@ class TimingRow(TypedDict, total=False):
 
 
 @final
-class JsonLines:
+class MetricsFile:
     """Appends each event to ``path`` and flushes, so that others can follow the file.
 
     Lines of an earlier attempt about steps that will be repeated are removed.
@@ -133,9 +133,9 @@ def is_timing(row: Row) -> TypeGuard[TimingRow]:
     return type(row.get("step")) is int and row["step"] >= 0 and all(map(is_number, row.values()))
 
 
-def metric_rows(path: Path, *, at_most: int | None = None) -> Rows:
+def metric_rows(path: Path, *, at_most: int | None = None) -> JsonRows:
     """Read ``metrics.jsonl``; if it has more than ``at_most`` lines, all evaluations and every k-th step."""
-    return Rows(path, is_valid=is_metric, at_most=at_most, keep=_EVALUATION)
+    return JsonRows(path, is_valid=is_metric, at_most=at_most, keep=_EVALUATION)
 
 
 def rewind(path: Path, step: int, *, evaluated: bool = True) -> int:

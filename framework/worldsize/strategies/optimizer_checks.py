@@ -23,7 +23,7 @@ from worldsize.core import Cluster, ConfigError, Recipe, Reduction
 from worldsize.devices import backend_for
 from worldsize.errors import CheckpointError
 from worldsize.optimizers.schedule_free import special
-from worldsize.strategies.optimizer_trial import Trial, divides_extra_state, has_extra_state
+from worldsize.strategies.optimizer_trial import OptimizerTrial, divides_extra_state, has_extra_state
 from worldsize.strategies.step_hooks import without_recipe_hooks
 from worldsize.strategies.train_state import extra_state
 from worldsize.strategies.wrapping import sparse_embeddings
@@ -52,10 +52,10 @@ def updates_elements(recipe: Recipe, model: nn.Module, optimizer: Optimizer, *, 
         optimizer: One of them, made before; torch's own ones are not tried.
         dims: Dimensions along which ranks have parts.
     """
-    return type(optimizer) in ELEMENTWISE or _updates_parts(Trial(recipe, model), dims)
+    return type(optimizer) in ELEMENTWISE or _updates_parts(OptimizerTrial(recipe, model), dims)
 
 
-def _updates_parts(trial: Trial, dims: Sequence[int]) -> bool:
+def _updates_parts(trial: OptimizerTrial, dims: Sequence[int]) -> bool:
     return trial.failure is None and all(trial.updates_parts(dim) for dim in dims)
 
 
@@ -77,7 +77,7 @@ def refuse_divided_updates(
     """
     if (reduce != "ordered" and not heals) or type(optimizer) in ELEMENTWISE:
         return
-    trial = Trial(recipe, model)
+    trial = OptimizerTrial(recipe, model)
     if _updates_parts(trial, dims):
         return
     failure = trial.failure
@@ -102,7 +102,7 @@ def refuse_joint_updates(recipe: Recipe, model: nn.Module, optimizer: Optimizer,
     """
     if updates_apart(optimizer):
         return
-    trial = Trial(recipe, model)
+    trial = OptimizerTrial(recipe, model)
     if trial.failure is None and (reason := trial.joint):
         raise ConfigError(
             f"{type(optimizer).__name__} {reason}, and {because}. Use strategy=ddp, or an optimizer that updates each "
@@ -118,7 +118,7 @@ def refuse_divided_state(recipe: Recipe, model: nn.Module, optimizer: Optimizer)
     """
     if updates_apart(optimizer):
         return
-    trial = Trial(recipe, model)
+    trial = OptimizerTrial(recipe, model)
     if extra_state(optimizer) if trial.failure else divides_extra_state(trial):
         raise ConfigError(_unshared(optimizer, "with this strategy each rank updates a part of the parameters"))
 
@@ -131,7 +131,7 @@ def refuse_extra_state(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -
     """
     if updates_apart(optimizer):
         return
-    trial = Trial(recipe, model)
+    trial = OptimizerTrial(recipe, model)
     if extra_state(optimizer) if trial.failure else has_extra_state(trial):
         raise ConfigError(_unshared(optimizer, "servers have an optimizer for each part of the parameters"))
 
@@ -156,7 +156,7 @@ def refuse_unsaved(recipe: Recipe, model: nn.Module, optimizer: Optimizer, sched
         is_torchs = schedule is None or type(schedule).__module__ == "torch.optim.lr_scheduler"
         if is_torchs and updates_apart(optimizer):
             return
-        trial = Trial(recipe, model)
+        trial = OptimizerTrial(recipe, model)
         if trial.failure is not None:
             return
         for state in trial.states:
@@ -178,7 +178,7 @@ def refuse_unsent(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> Non
     """
     if updates_apart(optimizer):
         return
-    trial = Trial(recipe, model)
+    trial = OptimizerTrial(recipe, model)
     if trial.failure is None and not trial.resumes:
         raise ConfigError(
             f"{type(optimizer).__name__}: {_LACKS} a process that takes another's place does not get it. {_KEEP} "

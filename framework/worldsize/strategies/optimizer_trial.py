@@ -38,7 +38,7 @@ _LR = 1e-2  # the least, so that updates can be seen
 
 @final
 @dataclass(frozen=True)
-class Trial:
+class OptimizerTrial:
     """Steps of the recipe's optimizers on small tensors in place of the parameters of ``model``.
 
     The model keeps its modules, names, numbers of dimensions and dimensions of length 1, so that the recipe makes the
@@ -304,12 +304,12 @@ def substituted(model: nn.Module, replacements: Mapping[int, nn.Parameter]) -> I
 _Split = tuple[dict[str, Tensor], Any]  # tensors of any shapes by path, and other values
 
 
-def has_extra_state(trial: Trial) -> bool:
+def has_extra_state(trial: OptimizerTrial) -> bool:
     """Return whether an optimizer adds entries to its ``state_dict()``, besides its state and groups."""
     return any(tensors or values for tensors, values in _extra_states(trial))
 
 
-def divides_extra_state(trial: Trial) -> bool:
+def divides_extra_state(trial: OptimizerTrial) -> bool:
     """Return whether these entries differ if an optimizer updates some parameters, or parts of them."""
     if not has_extra_state(trial):
         return False
@@ -324,7 +324,7 @@ def divides_extra_state(trial: Trial) -> bool:
         return True
 
 
-def _extra_states(trial: Trial, **options: Any) -> list[_Split]:
+def _extra_states(trial: OptimizerTrial, **options: Any) -> list[_Split]:
     """Return the extra state of each optimizer after all steps."""
     states = list[_Split]()
     trial.updated(finish=lambda optimizer: states.append(split(extra_state(optimizer))), **options)

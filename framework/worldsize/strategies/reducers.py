@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.collectives.ordered import LARGEST, Counter, Tree, gathered_mean, is_small, reduce_ordered, sum_level
-from worldsize.collectives.reductions import CODECS, Encoded, RandomK, TopK
+from worldsize.collectives.reductions import CODECS, Encoded, RandomK, TopKSum
 from worldsize.collectives.staged import Summation, finished
 from worldsize.collectives.step_timer import phase
 from worldsize.core import MicroBatch, Reduction, World
@@ -43,7 +43,7 @@ class Compression:
     def summation(self) -> Summation | None:
         """Return how a bucket is summed; None: uncompressed."""
         if self.kind == "topk":
-            return TopK(self.density)
+            return TopKSum(self.density)
         if self.kind == "randomk":
             return RandomK(self.density, keeps_errors=self.error_feedback)
         return Encoded(CODECS[self.kind]) if self.kind in CODECS else None

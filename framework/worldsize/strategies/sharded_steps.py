@@ -27,7 +27,7 @@ from worldsize.collectives.per_rank import local, sharded_like
 from worldsize.core import ConfigError, Recipe
 from worldsize.optimizers.groups import all_parameters
 from worldsize.strategies.optimizer_checks import ELEMENTWISE
-from worldsize.strategies.optimizer_trial import Trial, described
+from worldsize.strategies.optimizer_trial import OptimizerTrial, described
 from worldsize.strategies.step_hooks import StrategyHook, enclose_steps, hook_name, recipe_hooks, wrap_recipe_hooks
 
 _LOCAL = tuple(kind for kind in ELEMENTWISE if kind is not Adagrad)  # which makes its state of DTensors, before a step
@@ -228,7 +228,7 @@ def refuse_wrong_updates(
     """
     if type(optimizer) in ELEMENTWISE or not any(isinstance(each, DTensor) for each in all_parameters(optimizer)):
         return False
-    trial = Trial(recipe, model)
+    trial = OptimizerTrial(recipe, model)
     if trial.failure is None and (reason := _difference(trial, model, prepare)):
         raise ConfigError(
             f"{type(optimizer).__name__} {reason}, and this strategy divides parameters over ranks. Use strategy=ddp "
@@ -237,7 +237,7 @@ def refuse_wrong_updates(
     return True
 
 
-def _difference(trial: Trial, model: nn.Module, prepare: Callable[[Optimizer], None]) -> str | None:
+def _difference(trial: OptimizerTrial, model: nn.Module, prepare: Callable[[Optimizer], None]) -> str | None:
     """Return how updates of DTensors are wrong; None: they are right."""
     parameters = dict(model.named_parameters())
 

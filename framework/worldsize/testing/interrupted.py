@@ -64,7 +64,7 @@ class CountingChain(Chain):
 
 @final
 @dataclass
-class Interruption(FaultPoints):
+class FailurePoint(FaultPoints):
     """Raises once when ``point`` is reached after :meth:`begin`."""
 
     point: str
@@ -98,7 +98,7 @@ def _changed(strategy: Strategy, context: RunContext, recipe: Recipe, logical_ra
     """Interrupt the second step of a new replica at each of ``POINTS``, and one that follows a load."""
     changed = []
     for point, loads in [*((each, False) for each in POINTS), ("step:reduce", True)]:
-        faults = Interruption(point)
+        faults = FailurePoint(point)
         own = replace(context, faults=faults, before_update=faults.before_update, logical_ranks=logical_ranks)
         replica = strategy.replica(recipe, own)
         first, second = _batches(recipe, context, logical_ranks, replica)
@@ -174,7 +174,7 @@ def train_healing(strategy: Strategy, context: RunContext, *, logical_ranks: int
     All ranks must call it; weights are empty except on rank 0.
     """
     own = replace(context, logical_ranks=logical_ranks)
-    return {point: _Healing(strategy, own, point).train() for point in POINTS}
+    return {point: _Survivor(strategy, own, point).train() for point in POINTS}
 
 
 def remembering_loop(logical_ranks: int) -> Mapping[str, Tensor]:
@@ -193,14 +193,14 @@ def remembering_loop(logical_ranks: int) -> Mapping[str, Tensor]:
 
 
 @final
-class _Healing:
+class _Survivor:
     """Trains as a survivor that repeats a step after its end at ``point``.
 
     It continues with its own state; where processes hold shards, with a copy from before the step.
     """
 
     def __init__(self, strategy: Strategy, context: RunContext, point: str) -> None:
-        self._strategy, self._recipe, self._faults = strategy, Remembered(), Interruption(point)
+        self._strategy, self._recipe, self._faults = strategy, Remembered(), FailurePoint(point)
         self._context = replace(context, faults=self._faults, before_update=self._before_update)
         self._replica = self._made()
         world, parts = context.world, strategy.data_parallel(cluster_of(context.world.size))

@@ -63,7 +63,7 @@ class Case:
 
 @final
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """The end of a case: the trained ``weights`` by name, or a refusal."""
 
     weights: Mapping[str, Tensor] = field(default_factory=dict)
@@ -111,7 +111,7 @@ def outcomes(
     *,
     local_size: int | None = None,
     logical_ranks: int | None = None,
-) -> Mapping[str, Outcome]:
+) -> Mapping[str, CaseOutcome]:
     """Train each of ``cases`` on ``size`` processes, and return how it ended, by its name.
 
     Cases share their processes where they can. ``logical_ranks``: those of a step; None: at least two for each
@@ -123,7 +123,7 @@ def outcomes(
     cluster = cluster_with(strategy, size)
     total = logical_ranks or strategy.data_parallel(cluster) * max(2, strategy.default_micro_batches)
     ended = {
-        case.name: Outcome(refusal=refusal)
+        case.name: CaseOutcome(refusal=refusal)
         for case in cases
         if (refusal := refused_early(strategy, case.recipe, case.numerics))
     }
@@ -149,25 +149,25 @@ def refused_early(strategy: Strategy, recipe: Recipe, numerics: Numerics | None 
 
 def _trained(
     strategy: Strategy, cases: Sequence[Case], size: int, local_size: int | None, logical_ranks: int
-) -> dict[str, Outcome]:
+) -> dict[str, CaseOutcome]:
     serves = any(role.serves for role in strategy.roles(cluster_with(strategy, size)).values())
 
-    def body(context: RunContext) -> dict[str, Outcome]:
+    def body(context: RunContext) -> dict[str, CaseOutcome]:
         return {
             case.name: _outcome(strategy, case, context, logical_ranks, apart=case.apart or serves) for case in cases
         }
 
     try:
-        ended: dict[str, Outcome] = run_in_roles(strategy, body, size, local_size=local_size)[0]
+        ended: dict[str, CaseOutcome] = run_in_roles(strategy, body, size, local_size=local_size)[0]
     except RuntimeError as failure:  # a rank that refuses alone takes its process along
         (refusal, *_) = [*re.findall(r"^(?:worldsize\.\S*)?ConfigError: (.*)", str(failure), re.MULTILINE), ""]
         if len(cases) > 1 or not refusal:
             raise
-        return {cases[0].name: Outcome(refusal=refusal)}
+        return {cases[0].name: CaseOutcome(refusal=refusal)}
     return ended
 
 
-def _outcome(strategy: Strategy, case: Case, context: RunContext, logical_ranks: int, *, apart: bool) -> Outcome:
+def _outcome(strategy: Strategy, case: Case, context: RunContext, logical_ranks: int, *, apart: bool) -> CaseOutcome:
     """Train ``case``; a refusal ends the process if others would wait for it, ``apart``."""
     run = replace(context, numerics=case.numerics, logical_ranks=logical_ranks)
     try:
@@ -175,11 +175,11 @@ def _outcome(strategy: Strategy, case: Case, context: RunContext, logical_ranks:
     except ConfigError as refusal:
         if apart or context.rendezvous:  # servers would wait for a rank that has refused
             raise
-        return Outcome(refusal=str(refusal))
-    return Outcome(trained.model)
+        return CaseOutcome(refusal=str(refusal))
+    return CaseOutcome(trained.model)
 
 
-def faults(cases: Sequence[Case], ended: Mapping[str, Outcome], *, exact: bool = True) -> list[str]:
+def faults(cases: Sequence[Case], ended: Mapping[str, CaseOutcome], *, exact: bool = True) -> list[str]:
     """Return a line for each case that neither trains as the plain loop nor is refused with a remedy.
 
     ``exact``: whether weights must be those of the plain loop; otherwise a case need only end.

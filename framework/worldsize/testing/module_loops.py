@@ -110,7 +110,7 @@ class Scalars(Loop):
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-class Tied(nn.Module):
+class TiedEmbedding(nn.Module):
     """An embedding that is also the weight of the last layer, and a block that is used twice."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class TiedWeights(Loop):
     """Predicts tokens with tied weights."""
 
     def net(self) -> nn.Module:
-        return Tied()
+        return TiedEmbedding()
 
     def data(self, split: str) -> TensorDataset:
         samples = torch.arange(72 if split == "train" else 13)

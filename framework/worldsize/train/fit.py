@@ -27,7 +27,7 @@ from worldsize.data.data_wait import StopBetweenSteps
 from worldsize.train.agreement import Agreement, Wishes
 from worldsize.train.before_update import BeforeUpdate
 from worldsize.train.training_metrics import TrainingMetrics
-from worldsize.train.window import LoggedStep, Window
+from worldsize.train.window import LoggedStep, LogWindow
 
 _MEASURED = 50  # most steps that are measured between two logged ones
 _GATHERED = 8192  # approximate number of measured steps, over all ranks, that each rank receives at a logged step
@@ -141,7 +141,7 @@ def fit(
     Raises:
         NonfiniteLossError: on every rank, at the first logged step after the loss became NaN or infinite.
     """
-    window = Window(
+    window = LogWindow(
         world,
         config.batch_size,
         timer,
@@ -158,7 +158,7 @@ def fit(
 @final
 class _Loop:
     def __init__(
-        self, replica: Replica, config: LoopConfig, callbacks: LoopCallbacks, window: Window, agreement: Agreement
+        self, replica: Replica, config: LoopConfig, callbacks: LoopCallbacks, window: LogWindow, agreement: Agreement
     ) -> None:
         self._replica, self._config, self._callbacks = replica, config, callbacks
         self._window, self._agreement = window, agreement

@@ -25,7 +25,7 @@ _COMMUNICATION = 1 + PHASES.index("communication")
 
 @final
 @dataclass
-class Window:
+class LogWindow:
     """The steps since the last logged one: their losses and time breakdown."""
 
     world: World

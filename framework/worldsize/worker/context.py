@@ -33,7 +33,7 @@ from worldsize.observe.events import EventLog
 from worldsize.observe.health.files import AlertNews
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing, UnitTimes
-from worldsize.record.metrics import JsonLines
+from worldsize.record.metrics import MetricsFile
 from worldsize.record.run_directory import RunDirectory, private
 from worldsize.record.run_record import view
 from worldsize.worker.evaluation import EvaluationData
@@ -177,7 +177,7 @@ def global_listeners(settings: Settings, run: RunDirectory, preemption: Preempti
         lock=run.listener_lock,
         alerts=AlertNews(run.events).new,
     )
-    return [JsonLines(run.metrics), EventLog(run.events), loggers]
+    return [MetricsFile(run.metrics), EventLog(run.events), loggers]
 
 
 def patience_of(settings: Settings, world: World, preemption: Preemption) -> Patience:

@@ -51,7 +51,7 @@ def hangs_watched(
         keep_flight_file(log)
     with suppress(OSError):
         collectives_file(log).unlink()
-    watch = _Watch(log, asked, attempt, timeout, counts=counts)
+    watch = _HangWatch(log, asked, attempt, timeout, counts=counts)
     watch.start()
     try:
         yield watch.begin
@@ -61,7 +61,7 @@ def hangs_watched(
 
 
 @final
-class _Watch(threading.Thread):
+class _HangWatch(threading.Thread):
     def __init__(self, log: Path, asked: Path, attempt: int, timeout: float, *, counts: bool) -> None:
         super().__init__(name="hang watch", daemon=True)
         self.ended = threading.Event()

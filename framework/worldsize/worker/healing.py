@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import HashStore, Store
 
 from worldsize.checkpoint.copies import receive_state, send_state
 from worldsize.collectives.peer_waits import INTERRUPTION

@@ -9,7 +9,7 @@ from functools import partial
 from typing import final
 
 from worldsize.checkpoint.copies import Generation, ShardCopies
-from worldsize.checkpoint.pieces import Layout, Place
+from worldsize.checkpoint.pieces import PieceLayout, Place
 from worldsize.checkpoint.recovery import Recovery, handed_over
 from worldsize.core import Replica, World
 from worldsize.record.metrics import last_row
@@ -96,7 +96,9 @@ class ShardRecovery:
         if self._copies:
             self._copies.close()
 
-    def _begin(self, replica: Replica, world: World, number: int, layout: Layout, before: Generation | None) -> None:
+    def _begin(
+        self, replica: Replica, world: World, number: int, layout: PieceLayout, before: Generation | None
+    ) -> None:
         copies = ShardCopies(
             number,
             world.groups.get(f"copies/{world.role}"),

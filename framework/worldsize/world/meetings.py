@@ -22,7 +22,7 @@ from typing import Self, final
 from urllib.parse import quote, urlsplit
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from worldsize.core import World
 from worldsize.devices import backend_names

@@ -13,8 +13,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 from worldsize.core import Cluster, ConfigError, Role, World
 from worldsize.devices import device_count
@@ -183,7 +182,7 @@ def _let_torch_record(*, debug: bool) -> None:
     """Set what torch reads when the first process group is made."""
     if debug:
         os.environ.update(NCCL_DEBUG="INFO", TORCH_DISTRIBUTED_DEBUG="INFO")
-        dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+        dist.set_debug_level_from_env()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives that torch's flight recorder keeps
     for name in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):  # NCCL's watchdog reads the second
         os.environ.setdefault(name, "0")  # its dump is a pickle; see worker/flight.py

@@ -17,7 +17,7 @@ from worldsize.config.settings import Settings
 from worldsize.core import World
 from worldsize.plan.rehearsal.calls import CallRecorder
 from worldsize.plan.rehearsal.memory import MemoryRecorder, Peak
-from worldsize.plan.rehearsal.rank import Part, Recorders, data_of, take_part
+from worldsize.plan.rehearsal.rank import Recorders, RehearsedPart, data_of, take_part
 from worldsize.testing.worlds import run_in_worlds
 
 
@@ -52,7 +52,7 @@ class Real:
         return max(each.nbytes for each in (self.building, self.peak, self.evaluation) if each is not None)
 
 
-def really(settings: Settings, part: Part, ranks: int) -> list[Real]:
+def really(settings: Settings, part: RehearsedPart, ranks: int) -> list[Real]:
     """Train in real processes, and evaluate."""
     data = data_of(settings, part)
 

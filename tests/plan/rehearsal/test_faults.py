@@ -11,7 +11,7 @@ from tests.plan.rehearsal.faulty import FAULTS, Faulty, line
 from tests.plan.rehearsal.talking import Talking
 from worldsize.config.settings import Settings
 from worldsize.core import Recipe
-from worldsize.plan.rehearsal.rank import Part
+from worldsize.plan.rehearsal.rank import RehearsedPart
 from worldsize.plan.rehearsal.ranks import rehearse
 from worldsize.plan.rehearsal.waiting import deadlock, differences
 
@@ -25,7 +25,7 @@ PEERS = {"skip": "pair", "shape": "pair", "order": "pair", "dtype": "pair", "gro
 def found(settings: Settings, fault: str) -> tuple[list[str], list[str | None]]:
     """Return the sentences on where ranks part, or wait for ever, and what each rank has failed with."""
     faulty = replace(settings, recipe=Faulty(fault, RANK))
-    rehearsed = rehearse(faulty, range(PROCESSES), Part())
+    rehearsed = rehearse(faulty, range(PROCESSES), RehearsedPart())
     parted, stuck = differences(rehearsed), deadlock(rehearsed)
     sentences = [*map(str, parted), *([str(stuck)] if stuck and not parted else [])]
     return sentences, [each.error for each in rehearsed]
@@ -56,7 +56,7 @@ def times(settings: Settings, recipe: Recipe | None) -> int:
     """Return how often each rank is rehearsed."""
     counts: list[int] = []
     talking = settings if recipe is None else replace(settings, recipe=recipe)
-    rehearse(talking, range(PROCESSES), Part(evaluates=False), note=counts.append)
+    rehearse(talking, range(PROCESSES), RehearsedPart(evaluates=False), note=counts.append)
     return counts.count(PROCESSES)
 
 

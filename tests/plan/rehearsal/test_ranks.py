@@ -20,7 +20,7 @@ from worldsize.plan.rehearsal import ranks as rehearsals
 from worldsize.plan.rehearsal.calls import Call
 from worldsize.plan.rehearsal.memory import Peak
 from worldsize.plan.rehearsal.operators import Group
-from worldsize.plan.rehearsal.rank import Part, Rehearsed, data_of
+from worldsize.plan.rehearsal.rank import Rehearsed, RehearsedPart, data_of
 from worldsize.plan.rehearsal.ranks import chosen_ranks, rehearse, traffic
 
 OPTIONS = ("recipe=digits", "strategy=ddp", "batch_size=32")
@@ -41,13 +41,13 @@ def test_a_small_world_is_rehearsed_whole() -> None:
     assert chosen_ranks(settings) == list(range(64))
 
 
-def rehearsed(settings: Settings, part: Part) -> list[Rehearsed]:
+def rehearsed(settings: Settings, part: RehearsedPart) -> list[Rehearsed]:
     return rehearse(settings, range(2), part)
 
 
 def test_traffic_is_that_of_the_step_alone() -> None:
     without, with_it = (
-        isolated(rehearsed, *OPTIONS, "cluster.processes=2", given=(Part(evaluates=evaluates),))[0]
+        isolated(rehearsed, *OPTIONS, "cluster.processes=2", given=(RehearsedPart(evaluates=evaluates),))[0]
         for evaluates in (False, True)
     )
     assert {call.phase for call in with_it.calls} == {"building", "step", "logging", "evaluation"}
@@ -69,7 +69,7 @@ def test_a_rank_that_calls_otherwise_each_time_is_not_settled(monkeypatch: pytes
     monkeypatch.setattr(rehearsals, "_asks_again", lambda rehearsed, said: True)
     monkeypatch.setattr(rehearsals, "data_of", lambda settings, part: {})
     settings: Any = None
-    assert [each.is_settled for each in rehearse(settings, [0, 1], Part())] == [False, False]
+    assert [each.is_settled for each in rehearse(settings, [0, 1], RehearsedPart())] == [False, False]
     assert len(turns) < 10
 
 
@@ -80,7 +80,7 @@ def test_data_that_cannot_be_loaded_are_an_error_of_the_configuration() -> None:
 
     settings: Any = SimpleNamespace(recipe=Broken(), evaluation=SimpleNamespace(splits=()))
     with pytest.raises(ConfigError, match=r"Broken cannot load its data \(train\): .*KeyError.* Change the options"):
-        data_of(settings, Part())
+        data_of(settings, RehearsedPart())
 
 
 def kept(settings: Settings) -> bool:
@@ -95,7 +95,7 @@ def test_a_group_that_the_world_has_not_made_outlives_it() -> None:
 
 
 def failing(settings: Settings) -> list[str | None]:
-    return [each.error for each in rehearse(replace(settings, recipe=Talking("fail")), range(2), Part())]
+    return [each.error for each in rehearse(replace(settings, recipe=Talking("fail")), range(2), RehearsedPart())]
 
 
 def test_what_all_fail_with_has_one_text() -> None:

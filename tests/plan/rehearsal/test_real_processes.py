@@ -15,12 +15,12 @@ from worldsize.plan.dry_run import world_seen_by
 from worldsize.plan.predictor import Given, Predictor
 from worldsize.plan.rehearsal.calls import CallRecorder
 from worldsize.plan.rehearsal.memory import MemoryRecorder
-from worldsize.plan.rehearsal.rank import Part, Recorders, Rehearsed, data_of, take_part
+from worldsize.plan.rehearsal.rank import Recorders, Rehearsed, RehearsedPart, data_of, take_part
 from worldsize.plan.rehearsal.ranks import rehearse
 
 pytestmark = pytest.mark.heavy
 
-RANKS, PART = 4, Part(steps=3)
+RANKS, PART = 4, RehearsedPart(steps=3)
 MODEL = (
     "recipe=stdlib_lm",
     "recipe.width=64",
@@ -69,7 +69,7 @@ def test_calls_and_memory_are_those_of_real_processes(options: tuple[str, ...]) 
 
 def counted(settings: Settings) -> tuple[int, int]:
     """Return the most bytes that one rank holds, as a rehearsal counts them, and as torch's allocator does."""
-    part = Part(evaluates=False)
+    part = RehearsedPart(evaluates=False)
     (rehearsed,) = rehearse(settings, [1], part)
     data, now, most = data_of(settings, part), 0, 0
     profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True)

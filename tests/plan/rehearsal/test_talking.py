@@ -9,7 +9,7 @@ import pytest
 from tests.plan.rehearsal.composed import isolated
 from tests.plan.rehearsal.talking import RIGHT, Talking
 from worldsize.config.settings import Settings
-from worldsize.plan.rehearsal.rank import Part, Rehearsed
+from worldsize.plan.rehearsal.rank import Rehearsed, RehearsedPart
 from worldsize.plan.rehearsal.ranks import rehearse
 from worldsize.plan.rehearsal.waiting import deadlock, differences, mismatches
 
@@ -19,13 +19,13 @@ PROCESSES = 4
 OPTIONS = ("recipe=digits", "strategy=ddp", f"cluster.processes={PROCESSES}", "batch_size=32")
 
 
-def rehearsed(settings: Settings, manner: str, part: Part) -> list[Rehearsed]:
+def rehearsed(settings: Settings, manner: str, part: RehearsedPart) -> list[Rehearsed]:
     return rehearse(replace(settings, recipe=Talking(manner)), range(PROCESSES), part)
 
 
 def said(manner: str, *, steps: int = 2) -> list[str]:
     """Return everything that is said against ranks which talk in this ``manner``."""
-    ranks = isolated(rehearsed, *OPTIONS, given=(manner, Part(steps, evaluates=False)))
+    ranks = isolated(rehearsed, *OPTIONS, given=(manner, RehearsedPart(steps, evaluates=False)))
     assert all(each.is_settled for each in ranks)
     found = [*map(str, differences(ranks)), *mismatches(ranks), *(each.error for each in ranks if each.error)]
     return found or [str(stuck) for stuck in [deadlock(ranks)] if stuck is not None]
@@ -60,7 +60,7 @@ def test_the_pace_of_this_machine_decides_nothing() -> None:
 
 def bounded(settings: Settings) -> list[str | None]:
     talking = replace(settings, recipe=Talking("sleep_on_one"))
-    return [each.error for each in rehearse(talking, range(2), Part(1, evaluates=False), longest=20.0)]
+    return [each.error for each in rehearse(talking, range(2), RehearsedPart(1, evaluates=False), longest=20.0)]
 
 
 def test_a_rank_that_does_not_end_is_ended_and_named() -> None:

@@ -28,7 +28,7 @@ _STYLES = ("-", "--", ":", "-.")
 
 
 @final
-class Curve:
+class StepCurve:
     """Values over steps; if there are many, means of neighbours without NaN."""
 
     def __init__(self, label: str, steps: Sequence[float], values: Sequence[float]) -> None:
@@ -42,12 +42,12 @@ class Curve:
         return int(np.isfinite(self.values).sum()) < 2
 
 
-def curve(label: str, lines: Sequence[Line], key: str) -> Curve:
+def curve(label: str, lines: Sequence[Line], key: str) -> StepCurve:
     """Build the curve of the number under ``key`` in each line; NaN where a line has none."""
-    return Curve(label, column(lines, "step"), column(lines, key))
+    return StepCurve(label, column(lines, "step"), column(lines, key))
 
 
-def metric(label: str, lines: Sequence[Line], name: str) -> Curve:
+def metric(label: str, lines: Sequence[Line], name: str) -> StepCurve:
     """Build the curve of a metric of evaluations or of logged steps."""
     rows = [{"step": row["step"], name: row.get("metrics", {}).get(name)} for row in lines]
     return curve(label, rows, name)
@@ -75,7 +75,7 @@ def means(values_nk: Numbers, *, at_most: int) -> Numbers:
     return reduced_mk
 
 
-def lines(title: str, curves: Sequence[Curve], *, unit: str = "") -> list[Chart]:
+def lines(title: str, curves: Sequence[StepCurve], *, unit: str = "") -> list[Chart]:
     """Draw the curves in one chart; return none if nothing was logged twice. An axis with a unit begins at zero."""
     shown = [each for each in curves if not each.is_point]
     if not shown:
@@ -109,8 +109,8 @@ def run_curves(record: Record) -> list[Chart]:
     ]
 
 
-def _percent(rows: Sequence[Line], key: str) -> Curve:
-    return Curve("last", column(rows, "step"), [100 * share for share in column(rows, key)])
+def _percent(rows: Sequence[Line], key: str) -> StepCurve:
+    return StepCurve("last", column(rows, "step"), [100 * share for share in column(rows, key)])
 
 
 def common_curves(records: Mapping[str, Record]) -> list[Chart]:

@@ -16,7 +16,7 @@ from worldsize.observe.health.files import alert_of, sample_files
 from worldsize.observe.health.rows import GpuRow, HealthRow, is_health, table_of, told
 from worldsize.observe.report.read import Record
 from worldsize.observe.report.svg import Chart, draw, series_colour, tip
-from worldsize.record.json_lines import Rows
+from worldsize.record.json_lines import JsonRows
 from worldsize.record.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _GROUPS = 64  # number of groups shown for an axis
 
 @final
 @dataclass(frozen=True)
-class Rank:
+class RankRow:
     """One rank of the last attempt, and how often it straggled."""
 
     rank: int
@@ -40,30 +40,30 @@ class Rank:
 
 @final
 @dataclass(frozen=True)
-class Node:
+class NodeRow:
     """One node: its hardware as text, and its ranks."""
 
     name: str
     machine: str
-    ranks: tuple[Rank, ...]
+    ranks: tuple[RankRow, ...]
 
 
-def nodes(record: Record) -> list[Node]:
+def nodes(record: Record) -> list[NodeRow]:
     """List the nodes with their ranks as the last attempt had them."""
     cluster, hosts = record.manifest["cluster"], _hosts(record)
     machines = {each.get("host"): _machine(each) for each in record.manifest["hardware"]}
     straggled = Counter(each["rank"] for each in record.stragglers)
-    ranks: defaultdict[int, list[Rank]] = defaultdict(list)
+    ranks: defaultdict[int, list[RankRow]] = defaultdict(list)
     for each in cluster.get("ranks") or _places(cluster):
         ranks[each["node"]].append(_rank(each, straggled))
     listed = []
     for index in range(cluster["nodes"]):
         host = hosts[index] if hosts else ""
-        listed.append(Node(f"node {index}" + f" · {host}" * bool(host), machines.get(host, ""), tuple(ranks[index])))
+        listed.append(NodeRow(f"node {index}" + f" · {host}" * bool(host), machines.get(host, ""), tuple(ranks[index])))
     return listed
 
 
-class Place(TypedDict):
+class RankPlace(TypedDict):
     """The place of a rank: its role, its number in that role, its node and its device."""
 
     rank: int
@@ -73,7 +73,7 @@ class Place(TypedDict):
     device: str
 
 
-def _places(cluster: Mapping[str, Any]) -> Iterator[Place]:
+def _places(cluster: Mapping[str, Any]) -> Iterator[RankPlace]:
     """Iterate over the places of all ranks, computed from the roles' numbers of processes."""
     roles = chain.from_iterable(enumerate([each["role"]] * each["processes"]) for each in cluster["roles"])
     for rank, (role_rank, role) in enumerate(roles):
@@ -82,11 +82,11 @@ def _places(cluster: Mapping[str, Any]) -> Iterator[Place]:
         yield {"rank": rank, "role": role, "role_rank": role_rank, "node": node, "device": device}
 
 
-def _rank(place: Place, straggled: Mapping[int, int]) -> Rank:
+def _rank(place: RankPlace, straggled: Mapping[int, int]) -> RankRow:
     """Describe the rank at ``place``; ``straggled``: how often each worker did."""
     role, number = place["role"], place["role_rank"]
     times = straggled[number] if role == "worker" else 0
-    return Rank(place["rank"], role, number, place["device"], times)
+    return RankRow(place["rank"], role, number, place["device"], times)
 
 
 def _hosts(record: Record) -> Sequence[str]:
@@ -159,7 +159,7 @@ def nodes_health(record: Record) -> NodesHealthTable | None:
     files = sample_files(RunDirectory(record.folder))
     alerted = {each["node"] for each in record.events if each["event"] == NODE_ALERT}
     chosen = sorted(sorted(files, key=lambda node: node not in alerted)[:_NODES])
-    read = {node: list(Rows(files[node], is_valid=is_health, at_most=_LINES)) for node in chosen}
+    read = {node: list(JsonRows(files[node], is_valid=is_health, at_most=_LINES)) for node in chosen}
     rows_by_node: dict[int, Sequence[HealthRow]] = {node: rows for node, rows in read.items() if rows}  # type: ignore[misc]
     if not rows_by_node:
         return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from worldsize.observe.report.curves import Curve, Numbers, lines, means
+from worldsize.observe.report.curves import Numbers, StepCurve, lines, means
 from worldsize.observe.report.read import Line, Record, number, waited_share, waiting_text
 from worldsize.observe.report.svg import Chart, colour, draw, series_colour, tip
 
@@ -224,12 +224,12 @@ def server_charts(record: Record) -> list[Chart]:
     ]
 
 
-def _rates(loads: Loads, key: str, scale: float) -> list[Curve]:
+def _rates(loads: Loads, key: str, scale: float) -> list[StepCurve]:
     return _curves(loads, lambda load: scale * number(load[key]) / (load["seconds"] or math.nan))
 
 
-def _curves(loads: Loads, figure: Callable[[Line], float]) -> list[Curve]:
+def _curves(loads: Loads, figure: Callable[[Line], float]) -> list[StepCurve]:
     return [
-        Curve(f"server {index}", [step for step, _ in loads[index]], [figure(load) for _, load in loads[index]])
+        StepCurve(f"server {index}", [step for step, _ in loads[index]], [figure(load) for _, load in loads[index]])
         for index in sorted(loads)
     ]

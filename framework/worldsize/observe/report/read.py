@@ -17,7 +17,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.files import is_file
 from worldsize.observe.events import is_event
 from worldsize.record.attempt import Attempt, last_failure
-from worldsize.record.json_lines import Rows, reading
+from worldsize.record.json_lines import JsonRows, reading
 from worldsize.record.metrics import is_timing, metric_rows
 from worldsize.record.run_directory import RunDirectory, runs_below
 from worldsize.record.run_record import look
@@ -104,9 +104,9 @@ def read_run(folder: Path, *, has_timing: bool = True, among: int = 1) -> Record
         ranks = _ranks(manifest)
         at_most = max(_LEAST, min(_MOST, _IN_ALL // (ranks * among)))  # a line of metrics has a time of each rank, too
         metrics = metric_rows(folder / "metrics.jsonl", at_most=at_most)
-        events = Rows(folder / "events.jsonl", is_valid=is_event, at_most=_MOST)
+        events = JsonRows(folder / "events.jsonl", is_valid=is_event, at_most=_MOST)
         files = _timing_files(folder, ranks) if has_timing else ()
-        times = {rank: Rows(path, is_valid=is_timing, at_most=at_most) for rank, path in files}
+        times = {rank: JsonRows(path, is_valid=is_timing, at_most=at_most) for rank, path in files}
         logged, timing = list(metrics), {rank: list(rows) for rank, rows in times.items()}
         return Record(
             folder=folder,

@@ -46,7 +46,7 @@ _SHAPE = {
 
 @final
 @dataclass(frozen=True)
-class Point:
+class MeasuredPoint:
     """A measured world size. Seconds are per step, NaN if not measured or not predicted."""
 
     series: str
@@ -90,7 +90,7 @@ class Study:
     """A scaling study: ``facts`` common to its runs, and the points of each series by name."""
 
     facts: Mapping[str, Any]
-    series: Mapping[str, Sequence[Point]]
+    series: Mapping[str, Sequence[MeasuredPoint]]
 
     @property
     def has_nodes(self) -> bool:
@@ -105,7 +105,7 @@ class Study:
         return math.sqrt(one * several) if one < several else None
 
     @property
-    def points(self) -> list[Point]:
+    def points(self) -> list[MeasuredPoint]:
         """Points of all series."""
         return [point for points in self.series.values() for point in points]
 
@@ -120,7 +120,7 @@ def read_study(path: Path) -> Study:
         facts = parse(read_regular(path, at_most=LARGEST))
         check(facts, _SHAPE)
         schema = int(facts["schema"])
-        series: defaultdict[str, list[Point]] = defaultdict(list)
+        series: defaultdict[str, list[MeasuredPoint]] = defaultdict(list)
         for each in sorted(facts["points"], key=lambda point: int(point["world_size"])):
             point = _point(each, facts.get("knee") or {})
             series[point.series].append(point)
@@ -133,10 +133,10 @@ def read_study(path: Path) -> Study:
     return Study(facts, dict(series))
 
 
-def _point(each: Mapping[str, Any], knee: Mapping[str, int]) -> Point:
+def _point(each: Mapping[str, Any], knee: Mapping[str, int]) -> MeasuredPoint:
     strategy, accumulation = str(each["strategy"]), each.get("accumulation") or 1
     series = strategy if accumulation == 1 else f"{strategy}, {accumulation} micro-batches"
-    return Point(
+    return MeasuredPoint(
         series=series,
         strategy=strategy,
         world_size=int(each["world_size"]),
@@ -215,7 +215,7 @@ def _efficiency(axes: Axes, study: Study) -> None:
     _world_sizes(axes, study)
 
 
-def _ring(axes: Axes, points: Sequence[Point], heights: Sequence[float]) -> None:
+def _ring(axes: Axes, points: Sequence[MeasuredPoint], heights: Sequence[float]) -> None:
     for point, height in zip(points, heights, strict=True):
         if point.is_knee:
             look: dict[str, Any] = {"markersize": 12, "markerfacecolor": "none", "markeredgecolor": colour("ink")}
@@ -231,7 +231,7 @@ def _world_sizes(axes: Axes, study: Study) -> None:
     axes.set_xlabel("processes")
 
 
-def _breakdown(name: str, points: Sequence[Point]) -> Chart:
+def _breakdown(name: str, points: Sequence[MeasuredPoint]) -> Chart:
     """Draw the measured phases, and "rest" if they do not add up to the step."""
     title = f"Step breakdown: {plain(name)}"
     known = [phase for phase in PHASES if any(phase in point.phases for point in points)]
@@ -241,7 +241,7 @@ def _breakdown(name: str, points: Sequence[Point]) -> Chart:
     return Chart(title, draw(title, paint, height=260), "Medians.", tuple(shades.items()))
 
 
-def _phases(axes: Axes, points: Sequence[Point], shades: Mapping[str, str]) -> None:
+def _phases(axes: Axes, points: Sequence[MeasuredPoint], shades: Mapping[str, str]) -> None:
     bottoms = [0.0] * len(points)
     for phase, shade in shades.items():
         heights = [1e3 * point.phase_seconds(phase) for point in points]

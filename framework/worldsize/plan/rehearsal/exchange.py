@@ -35,7 +35,7 @@ _PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Place(NamedTuple):
+class CallIndex(NamedTuple):
     """Index of a call in its group, from 0; point-to-point messages are counted per sender and receiver.
 
     Attributes:
@@ -92,9 +92,9 @@ def message_of(call: str, site: str, tensors: Sequence[Tensor], *, is_object: bo
 class SentMessages:
     """The messages of all ranks in one rehearsal, by place and rank."""
 
-    messages: Mapping[Place, Mapping[int, Message]] = field(default_factory=dict)
+    messages: Mapping[CallIndex, Mapping[int, Message]] = field(default_factory=dict)
 
-    def from_all(self, place: Place, call: str, own_tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
+    def from_all(self, place: CallIndex, call: str, own_tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
         """Return all members' tensors in ``call``, in group order, in the shapes of ``own_tensors``; None if unknown.
 
         A member that is unknown, or made another call there, is assumed to have ``own_tensors``.
@@ -106,7 +106,7 @@ class SentMessages:
         return [[each.clone() for each in own_tensors] if tensors is None else tensors for tensors in contents]
 
     def from_one(
-        self, place: Place, rank: int, call: str, like: Sequence[Tensor], part: int | None = None
+        self, place: CallIndex, rank: int, call: str, like: Sequence[Tensor], part: int | None = None
     ) -> list[Tensor] | None:
         """Return ``rank``'s tensors in ``call``, or one ``part``, in the shapes of ``like``; None if unknown."""
         message = self.messages.get(place, {}).get(rank)
@@ -123,7 +123,7 @@ class SentMessages:
         )
 
     @property
-    def integers(self) -> Mapping[tuple[Place, int], Message]:
+    def integers(self) -> Mapping[tuple[CallIndex, int], Message]:
         """The messages of integers, which no longer change once all ranks have received the decisions of others."""
         return {
             (place, rank): message
@@ -170,7 +170,7 @@ _ALL_SEND = ("all_reduce", "all_gather", "gather")
 
 @final
 @dataclass(frozen=True)
-class Exchange:
+class CallResult:
     """The result of one call for this rank, if known.
 
     Attributes:
@@ -200,13 +200,13 @@ class MessageRecorder:
     """
 
     def __init__(self, received: SentMessages) -> None:
-        self.messages: dict[Place, Message] = {}
+        self.messages: dict[CallIndex, Message] = {}
         """Small tensors that this rank has sent."""
         self._received = received
         self._places: Counter[tuple[Group, tuple[int, ...]]] = Counter()
         self._from_any: Counter[Group] = Counter()
 
-    def begun(self, call: str, group: Group, operator: Operator, site: str, *, is_object: bool) -> Exchange:
+    def begun(self, call: str, group: Group, operator: Operator, site: str, *, is_object: bool) -> CallResult:
         """Record this rank's input of ``call``, and look up its result."""
         this_rank = dist.get_rank()
         place = self._place(group, operator, this_rank)
@@ -217,13 +217,13 @@ class MessageRecorder:
                     self.messages[place] = message
             answers = self._answers(place, _as_sent(call), operator, this_rank)
         source = group.ranks.index(place.route[0]) if operator.name == "recv" else None
-        return Exchange(answers, source)
+        return CallResult(answers, source)
 
     def passed(self, group: Group) -> None:
         """Count a call of ``group`` without recorded tensors."""
         self._places[group, ()] += 1
 
-    def _place(self, group: Group, operator: Operator, this_rank: int) -> Place:
+    def _place(self, group: Group, operator: Operator, this_rank: int) -> CallIndex:
         route: tuple[int, ...] = ()
         if operator.name == "send":
             route = this_rank, group.ranks[operator.root or 0], operator.tag
@@ -231,7 +231,7 @@ class MessageRecorder:
             route = self._sender(group, operator, this_rank), this_rank, operator.tag
         number = self._places[group, route]
         self._places[group, route] += 1
-        return Place(group, number, route)
+        return CallIndex(group, number, route)
 
     def _sender(self, group: Group, operator: Operator, this_rank: int) -> int:
         """Return the sender of a received message; if it may be any rank, the others in turns."""
@@ -241,7 +241,7 @@ class MessageRecorder:
         self._from_any[group] += 1
         return others[(self._from_any[group] - 1) % len(others)]
 
-    def _answers(self, place: Place, call: str, operator: Operator, this_rank: int) -> Sequence[Tensor] | None:
+    def _answers(self, place: CallIndex, call: str, operator: Operator, this_rank: int) -> Sequence[Tensor] | None:
         like, name = operator.shown(), operator.name
         if not like or not readable(like):
             return None

@@ -32,7 +32,7 @@ from worldsize.data.loader import evaluation_batches, micro_batches
 from worldsize.errors import WorldsizeError
 from worldsize.plan.dry_run import world_seen_by
 from worldsize.plan.rehearsal.calls import Call, CallRecorder, short_path
-from worldsize.plan.rehearsal.exchange import Message, Place, SentMessages
+from worldsize.plan.rehearsal.exchange import CallIndex, Message, SentMessages
 from worldsize.plan.rehearsal.memory import FakeTensors, MemoryRecorder, Peak
 from worldsize.record.determinism import seed_generators, stream
 from worldsize.strategies.deferred.model import filled_with
@@ -68,7 +68,7 @@ class Rehearsed:
     calls: Sequence[Call]
     peak: Peak
     evaluation: Peak | None
-    messages: Mapping[Place, Message]
+    messages: Mapping[CallIndex, Message]
     error: str | None = None
     building: Peak = _NOTHING
     waits: Mapping[int, int] | None = None
@@ -84,7 +84,7 @@ class Rehearsed:
 
 @final
 @dataclass(frozen=True)
-class Part:
+class RehearsedPart:
     """The part of a run that is rehearsed.
 
     Attributes:
@@ -110,7 +110,7 @@ class Recorders:
 Data = Mapping[str, Any]  # the recipe's, by split
 
 
-def data_of(settings: Settings, part: Part) -> Data:
+def data_of(settings: Settings, part: RehearsedPart) -> Data:
     """Load the recipe's data: those for training, and those that are evaluated.
 
     Raises:
@@ -132,7 +132,7 @@ def _loaded(recipe: Recipe, split: str) -> Any:
         ) from error
 
 
-def rehearse_rank(rank: int, settings: Settings, part: Part, data: Data, received: SentMessages) -> Rehearsed:
+def rehearse_rank(rank: int, settings: Settings, part: RehearsedPart, data: Data, received: SentMessages) -> Rehearsed:
     """Rehearse ``rank`` in this process, without a process group; the others' messages are those ``received``."""
     calls, memory, error, refusal = CallRecorder(received), MemoryRecorder(), None, None
     settings.determinism.apply("cpu")
@@ -160,7 +160,7 @@ def rehearse_rank(rank: int, settings: Settings, part: Part, data: Data, receive
 def take_part(
     settings: Settings,
     world: World,
-    part: Part,
+    part: RehearsedPart,
     data: Data,
     recorders: Recorders,
     fakes: FakeTensors | None = None,

@@ -15,9 +15,9 @@ from typing import final
 
 from worldsize.config.settings import Settings
 from worldsize.plan.rehearsal.calls import Call
-from worldsize.plan.rehearsal.exchange import Message, Place, SentMessages
+from worldsize.plan.rehearsal.exchange import CallIndex, Message, SentMessages
 from worldsize.plan.rehearsal.memory import Peak
-from worldsize.plan.rehearsal.rank import Part, Rehearsed, data_of, rehearse_rank
+from worldsize.plan.rehearsal.rank import Rehearsed, RehearsedPart, data_of, rehearse_rank
 from worldsize.plan.rehearsal.waiting import differences
 from worldsize.world.processes import ready_to_fork
 
@@ -44,7 +44,7 @@ def chosen_ranks(settings: Settings) -> list[int]:
 def rehearse(
     settings: Settings,
     ranks: Sequence[int],
-    part: Part,
+    part: RehearsedPart,
     *,
     note: Callable[[int], None] = lambda count: None,
     longest: float = _LONGEST,
@@ -97,7 +97,7 @@ def _changed(before: Sequence[Rehearsed], after: Sequence[Rehearsed]) -> set[int
 def _sent(rehearsed: Sequence[Rehearsed]) -> SentMessages:
     """Return the messages of all ranks, in each group until its calls differ: later ones do not correspond."""
     ends = {each.group: each.place - 1 for each in differences(rehearsed)}
-    messages: dict[Place, dict[int, Message]] = {}
+    messages: dict[CallIndex, dict[int, Message]] = {}
     for each in rehearsed:
         for place, message in each.messages.items():
             if place.route or place.number < ends.get(place.group, place.number + 1):

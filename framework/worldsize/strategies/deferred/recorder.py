@@ -26,7 +26,7 @@ from worldsize.strategies.deferred.fakes import (
     is_whole,
     with_numbers,
 )
-from worldsize.strategies.deferred.tape import Deferred, Operation, Storage, Tape
+from worldsize.strategies.deferred.tape import Deferred, Storage, Tape, TapedCall
 
 _aten = torch.ops.aten
 
@@ -216,7 +216,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             reads -= writes - _storages((kept_args[1:], kept_kwargs))
         generator = _generator(kwargs) if _is_random(func) else None
         self.tape.add(
-            Operation(
+            TapedCall(
                 func,
                 kept_args,
                 kept_kwargs,

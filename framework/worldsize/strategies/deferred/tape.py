@@ -143,7 +143,7 @@ class Deferred:
 
 @final
 @dataclass(frozen=True)
-class Operation:
+class TapedCall:
     """One call of the constructor that wrote to deferred tensors or made them.
 
     Attributes:
@@ -237,7 +237,7 @@ def _laid_out(made: Tensor, described: Deferred, nbytes: int) -> torch.UntypedSt
 class Tape:
     """Stores the operations of a constructor, in order, and makes its tensors from them."""
 
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[TapedCall] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
     """The length of each storage in bytes."""
     _writers: dict[Storage, list[int]] = field(default_factory=dict)
@@ -249,7 +249,7 @@ class Tape:
     _states: dict[int, Tensor] = field(default_factory=dict)
     """The generator state before each past draw that is still needed."""
 
-    def add(self, operation: Operation) -> None:
+    def add(self, operation: TapedCall) -> None:
         """Append an operation of the constructor."""
         index = len(self.operations)
         self.operations.append(operation)
@@ -331,7 +331,7 @@ class Tape:
             self._draw(self.operations[first], first)
             self.operations[first].draw_in_vain()
 
-    def _draw(self, operation: Operation, index: int) -> None:
+    def _draw(self, operation: TapedCall, index: int) -> None:
         """Record that the next draw is made, and the state of its generator if it will be made again."""
         assert operation.generator is not None
         if self._is_wanted(index):

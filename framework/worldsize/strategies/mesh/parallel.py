@@ -147,7 +147,7 @@ class InterruptibleRow(RowwiseParallel):
         output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Tensor:
         part = outputs.redistribute(placements=[Partial()]).to_local(grad_placements=[Replicate()])
-        total: Tensor = _Sum.apply(part, device_mesh.get_group())
+        total: Tensor = _SummedPart.apply(part, device_mesh.get_group())
         return total
 
 
@@ -162,7 +162,7 @@ class _SummedGradient(torch.autograd.Function):
         return _sum(gradients[0], ctx.group), None
 
 
-class _Sum(torch.autograd.Function):
+class _SummedPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
         return _sum(part, group)

@@ -34,7 +34,7 @@ from worldsize.strategies.wrapping import refuse_scalars
 
 @final
 @dataclass(frozen=True)
-class Rank:
+class MeshRank:
     """The parts from which one rank of a mesh builds its replica."""
 
     recipe: Recipe

@@ -35,7 +35,7 @@ from worldsize.strategies.compiled import refuse_graphs
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.mesh.layout import ORDER, Layout, Ownership, check_heals, check_order, check_tensor
 from worldsize.strategies.mesh.parallel import Sharding, check_divides, plan_of
-from worldsize.strategies.mesh.rank import Rank
+from worldsize.strategies.mesh.rank import MeshRank
 from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule, check_pipelines, stages_of
 from worldsize.strategies.optimizer_checks import (
     refuse_divided_state,
@@ -201,7 +201,7 @@ class Mesh(Strategy):
             return alone(recipe, recipe.model().to(world.device), context, self.reduce)
         reshard = self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
         sharding = Sharding(self.wrap, self.wrap_parameters, reshard, self.on_failure == "heal")
-        return Rank(recipe, context, self.layout(world.size), self._pipeline, sharding, self.reduce).replica()
+        return MeshRank(recipe, context, self.layout(world.size), self._pipeline, sharding, self.reduce).replica()
 
 
 def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches: int, stages: int) -> Cost:
