@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 from recipes.digits.recipe import Digits
 from worldsize.config import settings
-from worldsize.config.compose import compose_only
-from worldsize.config.composed import settings_of
+from worldsize.config.compose import compose_only, resolved
+from worldsize.config.composed import _OF_SHAPE, settings_of
 from worldsize.config.instantiate import build
+from worldsize.config.settings import load_shape
 from worldsize.errors import ConfigError
 
 WORDS = ("recipe=digits", "strategy=local_sgd", "cluster.processes=2")
@@ -63,3 +65,25 @@ def test_a_step_that_does_not_divide_is_refused_before_the_data_are_read(monkeyp
 def test_the_batch_size_of_a_recipe_that_takes_it_is_known_before_its_data() -> None:
     found = settings_of(compose_only(["recipe=digits", "recipe.width=${batch_size}", "batch_size=null", "epochs=1"]))
     assert found.recipe == replace(found.recipe, width=found.training.batch_size)  # type: ignore[type-var]
+
+
+class Read(dict[str, Any]):
+    """A configuration that notes which of its keys are asked for."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.keys_read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_read.add(key)
+        return super().get(key, default)
+
+
+def test_the_processes_follow_from_keys_whose_changes_are_noticed() -> None:
+    config = Read(resolved(compose_only([*WORDS, "steps=3"])))
+    load_shape(config)
+    assert config.keys_read - {"allow_targets"} == {*_OF_SHAPE}  # which nothing can make follow from a length

@@ -33,7 +33,6 @@ _PASSED_ON = (
     "torch.utils",
 )
 _T = TypeVar("_T")
-_RESOLVES = ("_resolve_group", "_resolve_group_name")  # torch 2.15 and 2.11
 # callers of a strategy's own collectives, and torch's private packages: its compiler logs the rank
 _OWN = ("torch.distributed.", "torch.nn.parallel.", "torch._", "worldsize.")
 _PROGRAMS = "worldsize.testing."  # its recipes
@@ -126,7 +125,7 @@ class LossWatch:
         if self._may_communicate or (self._processes == 1 and not self._ordered):
             yield
             return
-        names = [(c10d, "_rank_not_in_group"), *((funcol, name) for name in _RESOLVES if hasattr(funcol, name))]
+        names = [(c10d, "_rank_not_in_group"), (funcol, "_resolve_group")]
         watched = [(module, name, partial(self._checked, getattr(module, name))) for module, name in names]
         changes: list[tuple[Any, str, Any]] = [*watched]
         if self._processes == 1:

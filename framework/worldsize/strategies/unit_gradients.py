@@ -186,11 +186,8 @@ class _Unit:
     def _complete(self) -> None:
         """Sum the gradients over ranks, with zeros for missing ones if the unit was computed in this step."""
         self._is_held = False
-        units = [each for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
-        own = [each.unsharded_param for each in units]
-        # torch 2.11 keeps the gradients of earlier micro-batches elsewhere if they have a different dtype
-        earlier = [getattr(each, "unsharded_accumulated_grad", None) is not None for each in units]
-        has = [each.grad is not None or one for each, one in zip(own, earlier, strict=True)]
+        own = [each.unsharded_param for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
+        has = [each.grad is not None for each in own]
         if any(has) or (has and self._is_reached and self._counts_calls):
             self._present = [one or other for one, other in zip(self._present, has, strict=True)]
             for parameter, has_gradient in zip(own, has, strict=True):
