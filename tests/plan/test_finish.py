@@ -7,9 +7,8 @@ import random
 import numpy
 import pytest
 
-from worldsize.collectives.cost import expected_seconds
 from worldsize.errors import ConfigError
-from worldsize.plan.finish import finish
+from worldsize.plan.finish import expected_seconds, finish
 
 CASES = [(10_000.0, 5.0, 600.0, 60.0), (1000.0, 1.0, 1e9, 60.0), (500.0, 2.0, 50.0, 20.0)]
 

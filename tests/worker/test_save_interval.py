@@ -17,10 +17,10 @@ from tests.observe.run_folders import attempt, write_run
 from tests.support.outcome import outcome
 from tests.support.own_recipe import write_recipe
 from worldsize.checkpoint.format import complete, read, step_of
-from worldsize.collectives.cost import expected_seconds, interval_seconds, mtbf_seconds
 from worldsize.config.compose import compose_only
 from worldsize.config.composed import settings_of
 from worldsize.core import SaveIntervalChanged
+from worldsize.plan.finish import expected_seconds, interval_seconds, mtbf_seconds
 from worldsize.record.run_directory import RunDirectory
 from worldsize.worker.save_interval import SaveInterval, save_interval
 
@@ -250,9 +250,9 @@ def test_a_run_saves_by_itself_and_ends_with_the_same_bits(
 
 HASTY = """\
 from recipes.digits.recipe import Digits
-from worldsize.collectives import cost
+from worldsize.plan import finish
 
-cost.LONGEST = 0.2  # instead of ten minutes
+finish.LONGEST = 0.2  # instead of ten minutes
 
 
 class Hasty(Digits): ...

@@ -23,7 +23,6 @@ from rich.table import Table
 
 from worldsize.cli import call_composed, exit_process
 from worldsize.collectives.cluster_cost import crossings_text
-from worldsize.collectives.cost import mtbf_seconds
 from worldsize.config.arguments import number
 from worldsize.config.compose import choices, task_overrides
 from worldsize.core import Cluster
@@ -44,7 +43,7 @@ from worldsize.plan.advice import (
     unfit,
 )
 from worldsize.plan.curve import Curve, PayloadSweep, sizes_in
-from worldsize.plan.finish import earlier_runs, measured_restart, measured_save, newest_like
+from worldsize.plan.finish import earlier_runs, measured_restart, measured_save, mtbf_seconds, newest_like
 from worldsize.record.redaction import redacted_arguments
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from worldsize.collectives.cost import chosen_seconds, longest_seconds, mtbf_seconds
 from worldsize.config.settings import Settings
 from worldsize.core import Emit, SaveIntervalChanged
+from worldsize.plan.finish import chosen_seconds, longest_seconds, mtbf_seconds
 from worldsize.record.attempt import Attempt
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import view
