@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support import warm
 from tests.support.zygote import collapse
 from worldsize.world.scratch import private_folder
 
+settings.register_profile("busy", deadline=None)  # a busy machine may take its time
+settings.load_profile("busy")
 pytest_plugins = ["tests.support.runs", "tests.support.clusters"]
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # many containers set it: each process would compile its imports

@@ -177,7 +177,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return raw.view(dtype).reshape(shape)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.dictionaries(names, tensors() | st.dictionaries(names, tensors(), max_size=3), max_size=5))
 def test_the_library_opens_the_checkpoint_of_any_state(state: StateDict) -> None:
     try:

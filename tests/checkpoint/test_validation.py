@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -210,7 +210,6 @@ def covers(draw: st.DrawFn) -> tuple[list[int], list[Box]]:
     return shape, draw(st.permutations(boxes))
 
 
-@settings(deadline=None)
 @given(covers())
 def test_boxes_that_a_shape_was_cut_into_cover_it(cover: tuple[list[int], list[Box]]) -> None:
     shape, boxes = cover
@@ -218,7 +217,6 @@ def test_boxes_that_a_shape_was_cut_into_cover_it(cover: tuple[list[int], list[B
     assert covers_exactly(shape, boxes)
 
 
-@settings(deadline=None)
 @given(covers(), st.data())
 def test_boxes_that_nearly_cover_a_shape_are_told_from_those_that_do(
     cover: tuple[list[int], list[Box]], data: st.DataObject
@@ -265,7 +263,6 @@ trees = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text("abc", min_size=1), trees, max_size=3))
 def test_what_is_written_of_any_state_is_accepted(state: dict[str, Any]) -> None:
     tensors: dict[str, Tensor]

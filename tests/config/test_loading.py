@@ -68,7 +68,7 @@ def test_the_batch_size_of_a_recipe_that_takes_it_is_known_before_its_data() -> 
 
 
 class Read(dict[str, Any]):
-    """A configuration that notes which of its keys are asked for."""
+    """A configuration that records the keys read from it."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -86,4 +86,4 @@ class Read(dict[str, Any]):
 def test_the_processes_follow_from_keys_whose_changes_are_noticed() -> None:
     config = Read(resolved(compose_only([*WORDS, "steps=3"])))
     load_shape(config)
-    assert config.keys_read - {"allow_targets"} == {*_OF_SHAPE}  # which nothing can make follow from a length
+    assert config.keys_read - {"allow_targets"} == {*_OF_SHAPE}  # a length may decide no others

@@ -22,7 +22,7 @@ def bounds_of(lengths: list[int]) -> Any:
     return numpy.concatenate([[0], numpy.cumsum(lengths)]).astype(numpy.int64)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 30), max_size=80))
 def test_bins_hold_every_piece_once_and_never_too_much(lengths: list[int]) -> None:
     bins = best_fit(lengths, 30)
@@ -39,7 +39,7 @@ def test_bins_are_those_of_the_rule() -> None:
     assert bins == [[3, 7], [4, 6], [2, 2, 5]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(lengths_of_documents, st.integers(2, 12))
 def test_each_token_but_the_first_of_a_document_is_predicted_once(lengths: list[int], longest: int) -> None:
     bounds = bounds_of(lengths)

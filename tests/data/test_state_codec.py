@@ -40,7 +40,7 @@ def typed(node: Any) -> Any:
     return type(node), node
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(trees)
 def test_plain_states_come_back_with_their_types_and_the_order_of_their_keys(tree: Any) -> None:
     assert typed(decode(encode(tree))) == typed(tree)

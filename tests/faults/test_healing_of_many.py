@@ -15,9 +15,8 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("fsdp", marks=pytest.mark.heavy), pytest.param("ddp", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_kills_in_a_large_gang_cost_no_bit(train: Any, reference_run: Any, strategy: str) -> None:
     """The first dies in the step before, the second while the losses are exchanged."""
     planted = faults(kill(0, 3), kill(20, 6, point="log:begin"))

@@ -21,7 +21,13 @@ def alone(reference_run: Any) -> Callable[[str], dict[str, Any]]:
     return lambda strategy: reference_run(*undisturbed(strategy), WORLDSIZE_PLUGINS=BENCHMARKS).json("result.json")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def strategies(*in_the_gate: str) -> pytest.MarkDecorator:
+    """Parametrize a test by all strategies; those that share the code of the others are slow."""
+    marks = {name: [] if name in in_the_gate else [pytest.mark.slow] for name in STRATEGIES}
+    return pytest.mark.parametrize("strategy", [pytest.param(name, marks=own) for name, own in marks.items()])
+
+
+@strategies("ddp", "fsdp", "mesh")
 def test_a_kill_at_each_point_of_a_step_costs_no_bit(train: Any, alone: Any, strategy: str) -> None:
     """One run loses a process at each point; the model has statistics, a counter, dropout, an average and metrics."""
     run = train(*disturbed(strategy, POINTS), WORLDSIZE_PLUGINS=BENCHMARKS)
@@ -34,7 +40,7 @@ def test_a_kill_at_each_point_of_a_step_costs_no_bit(train: Any, alone: Any, str
     assert 0 <= actual["goodput"]["fraction"] <= 1
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@strategies("ddp", "hsdp")
 def test_a_restart_after_a_step_half_done_costs_no_bit(train: Any, alone: Any, strategy: str) -> None:
     """One process ends before its update, another after it; a checkpoint is being written then."""
     points = ("step:update", "step:updated")

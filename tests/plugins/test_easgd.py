@@ -21,6 +21,7 @@ from worldsize.net.endpoints import address_of, connect
 from worldsize.net.frames import CommonOperation
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.contract import StrategyContract
+from worldsize.testing.loss_loops import GRADIENT_CASES
 from worldsize.testing.training import ALONE, BATCH, CHAIN, SEED, train
 
 pytestmark = pytest.mark.heavy
@@ -34,6 +35,7 @@ class TestEASGD(StrategyContract):
     impossible = 1
     tolerance = 0.3
     partners = (DDP(),)
+    cases = GRADIENT_CASES  # weights are not compared
 
     def test_centre_and_workers_move_as_the_paper_says(self) -> None:
         """The reference is equations 2 and 3 of arXiv 1412.6651 in plain PyTorch, with AdamW in the place of SGD."""

@@ -89,7 +89,10 @@ def trained_in_each(
         (HEAL(reduce="ordered", tensor=2), PAIRS),
         (HEAL(reduce="ordered", pipeline=2), PAIRS),
         (HEAL(reduce="ordered", pipeline=2, order=["tensor", "pipeline", "data"]), PAIRS),
-        (HEAL(reduce="ordered", tensor=2, pipeline=2), ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7))),
+        pytest.param(
+            *(HEAL(reduce="ordered", tensor=2, pipeline=2), ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7))),
+            marks=pytest.mark.slow,
+        ),
         (HEAL(reduce="ordered", pipeline=2, reshard_after_forward=True), PAIRS),
         (HEAL(reduce="ordered", pipeline=3, schedule="interleaved"), THREES),
     ],

@@ -1,4 +1,4 @@
-"""Cost models: pure formulas for collectives, in seconds, on which strategies build.
+"""Formulas for the costs of collectives, in seconds; the cost models of strategies use them.
 
 Costs of communication are functions of bytes, ranks and links. In the α–β model (Hockney 1994,
 doi:10.1016/S0167-8191(06)80021-9) a message of b bytes over a link takes ``latency + b / bandwidth``. Collectives

@@ -228,11 +228,11 @@ def check_effects(cfg: DictConfig) -> None:
 
 
 def _unite_values(cfg: DictConfig) -> None:
-    """Make one value of those that two sections have.
+    """Unite values that two sections have.
 
-    A learning rate that the section ``optimizer`` has of its own becomes the run's ``lr``, to which it then refers. So
-    ``optimizer.lr=0.1`` and ``lr=0.1`` are the same run, in its record and under ``cluster.scale_lr``, too. A typed
-    ``clip_norm=0.5`` counts although a file sets ``numerics.clip_norm``.
+    The optimizer's own learning rate becomes the run's ``lr``, and a reference to it. So ``optimizer.lr=0.1`` and
+    ``lr=0.1`` are the same run, in its record and under ``cluster.scale_lr``, too. A typed ``clip_norm=0.5`` replaces
+    the ``numerics.clip_norm`` of a file.
 
     Raises:
         ConfigError: both are typed.

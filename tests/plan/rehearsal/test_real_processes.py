@@ -48,7 +48,7 @@ def both(settings: Settings) -> tuple[Sequence[Real], Sequence[Rehearsed], float
         ("strategy=zero",),
         ("strategy=fsdp",),
         ("strategy=fsdp", "activation_checkpointing=full", "logical_ranks=8"),
-        ("strategy=hsdp", "cluster.nodes=2"),
+        pytest.param(("strategy=hsdp", "cluster.nodes=2"), marks=pytest.mark.slow),  # fsdp with two axes, as mesh
         ("strategy=mesh", "strategy.tensor=2"),
         ("strategy=diloco", "strategy.inner_steps=2"),
     ],

@@ -45,7 +45,7 @@ def single(reference_run: Any) -> Callable[..., tuple[str, str]]:
     return lambda *options: digests(reference_run(*DIGITS, *ELASTIC, *options, *alone))
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_synchronous_training_ends_with_the_bits_of_one_process(train: Any, single: Any, servers: int) -> None:
     """Each number of workers meets each number of servers, with optimizers that alternate."""
     for place, workers in enumerate((1, 2, 4)):
@@ -85,7 +85,10 @@ def test_a_staleness_bound_of_zero_is_synchronous(train: Any, single: Any) -> No
 
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [("momentum", ("consistency=async",)), ("adamw", ("consistency=bounded", "strategy.staleness=2"))],
+    [
+        pytest.param("momentum", ("consistency=async",), marks=pytest.mark.slow),
+        ("adamw", ("consistency=bounded", "strategy.staleness=2")),
+    ],
 )
 def test_overlapping_steps_reach_the_accuracy_of_synchronous_ones(
     train: Any, optimizer: str, options: tuple[str, ...]
