@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from worldsize.strategies.deferred.tape import Operation
+from worldsize.strategies.deferred.tape import TapedCall
 from worldsize.testing.recipes import Chain
 
 
@@ -64,7 +64,7 @@ def _unseeded(make):
 
 
 def counted(name):
-    done = getattr(Operation, name)
+    done = getattr(TapedCall, name)
 
     def count(self, *args):
         if self.generator is not None:
@@ -72,7 +72,7 @@ def counted(name):
                 file.write("x")
         return done(self, *args)
 
-    setattr(Operation, name, count)
+    setattr(TapedCall, name, count)
 
 
 counted("run")
