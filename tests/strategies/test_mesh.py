@@ -23,6 +23,7 @@ from worldsize.checkpoint.manifest_tree import split
 from worldsize.checkpoint.save import Saver
 from worldsize.cli.plan import rank_table
 from worldsize.collectives.gather_full import gather_full
+from worldsize.config.shape import check_precision
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -451,7 +452,7 @@ def test_options_that_cannot_run_are_refused_before_a_process_starts(options: Ma
 
 def test_fp16_is_refused_before_a_process_starts() -> None:
     with pytest.raises(ConfigError, match="precision=bf16"):
-        Mesh().check_numerics(Numerics("fp16"))
+        check_precision(Numerics("fp16"), Mesh())
 
 
 def test_too_few_micro_batches_are_refused() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Optional, TypeVar, Union, cast, get_args, get_origin
@@ -26,7 +27,17 @@ _PLAIN = (bool, int, float, str)
 def schema_of(*kinds: type) -> type:
     """Return the dataclass by which OmegaConf checks a section whose keys are the fields of these dataclasses."""
     keys = [key for kind in kinds for key in keys_of(kind, fields(kind))]
-    return make_dataclass(f"{kinds[0].__name__}Schema", keys)
+    made = make_dataclass(f"{kinds[0].__name__}Schema", keys)
+    made.__module__ = __name__  # pickled by name, so that joblib's processes have one class of each
+    globals()[made.__name__] = made
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    import_module("worldsize.config.schema")  # it makes the schemas of all sections
+    if name in globals():
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def keys_of(kind: type, chosen: Iterable[Field[Any]]) -> list[tuple[str, Any, Any]]:
