@@ -73,5 +73,5 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put first the tests that may take minutes: those of clusters and those with a limit of their own."""
+    """Start with the tests that may take minutes, which use a cluster or set a timeout."""
     items.sort(key=lambda item: not ("clusters" in item.path.parts or item.get_closest_marker("timeout")))

@@ -41,7 +41,7 @@ class TestDDPByNode(Held):
     strategy = DDP(reduce="hierarchical", bucket_mb=0.001)
     sizes = (4,)
     local_size = 2
-    cases = GRADIENT_CASES  # other programs are those of TestDDP
+    cases = GRADIENT_CASES  # TestDDP trains the other programs
 
 
 class TestDDPInInt8AcrossNodes(Held):

@@ -103,7 +103,7 @@ def _prepare() -> None:
     registered()
     packages()
     gc.collect()
-    gc.freeze()  # else each collection of a child would scan, and so copy, all that was imported
+    gc.freeze()  # a collection in a child would scan all imported modules, and so copy their pages
     collapse()
 
 

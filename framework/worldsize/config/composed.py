@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from worldsize.config.arguments import key_of
 from worldsize.config.cluster import with_tiers, with_topology
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, task_overrides
 from worldsize.config.learning_rate import scaled_lr
@@ -209,7 +210,7 @@ _GROUPS = ("optimizer", "schedule", "data")  # a recipe's YAML refers to those t
 
 def check_effects(cfg: DictConfig) -> None:
     """Raise ConfigError if a typed word sets a value that this run does not read, or that a different command sets."""
-    typed = {word.lstrip("+").partition("=")[0]: word for word in task_overrides() if not word.startswith("~")}
+    typed = {key_of(word): word for word in task_overrides() if not word.startswith("~")}
     for key in typed.keys() & _PURPOSES.keys():
         if OmegaConf.select(cfg, key) is not None:
             raise ConfigError(f"{typed[key]} is set by `worldsize {_PURPOSES[key]}`. Call that instead.")
@@ -237,7 +238,7 @@ def _unite_values(cfg: DictConfig) -> None:
     Raises:
         ConfigError: both are typed.
     """
-    typed = {word.lstrip("+").partition("=")[0]: word for word in task_overrides()}
+    typed = {key_of(word): word for word in task_overrides() if not word.startswith("~")}
     for key in typed.keys() & {each.name for each in fields(Numerics)}:
         if not OmegaConf.is_interpolation(cfg.numerics, key):
             if (other := typed.get(f"numerics.{key}")) is not None:

@@ -101,15 +101,13 @@ class _Types:
         return int if is_number else None
 
     def _chosen(self) -> DictConfig:
-        """Compose the file of the cluster that the words choose, with the keys of its launcher."""
+        """Compose the cluster that the words choose, with its launcher."""
         if self._composed is None:
             GlobalHydra.instance().clear()
-            usual = OmegaConf.load(main_conf() / "config.yaml").defaults
-            chosen = [each["cluster"] for each in usual if "cluster" in each]
-            chosen += [word.partition("=")[2] for word in self._words if re.fullmatch(r"\+?cluster=\w+", word)]
+            chosen = [word.lstrip("+") for word in self._words if re.fullmatch(r"\+?cluster=\w+", word)]
             try:
                 with initialize_config_dir(str(main_conf()), version_base="1.3"):
-                    self._composed = compose(f"cluster/{chosen[-1]}")
+                    self._composed = compose("config", overrides=chosen)
             except (HydraException, OmegaConfBaseException, ConfigError):
                 self._composed = OmegaConf.create()  # reported when everything is composed
         return self._composed

@@ -57,7 +57,7 @@ def mtbf_seconds(mtbf_hours: float | None, nodes: int, *, failures: int = 0, sec
 def interval_seconds(save_seconds: float, mtbf: float) -> float:
     """Return the seconds of training between two saves with which saves and lost steps together cost least.
 
-    This is Daly's higher-order estimate (2006, doi:10.1016/j.future.2004.11.016, equation 37), which refines Young's
+    This is Daly's higher-order estimate (2006, doi:10.1016/j.future.2004.11.016, equation 37). It refines Young's
     sqrt(2 δ M) (1974, doi:10.1145/361147.361115).
 
     Args:
