@@ -1,13 +1,14 @@
 """mkdocs hook that publishes the repository's READMEs as pages of the site.
 
-A link to another page becomes a link inside the site. Of a link to any other file of the repository only the text
-is kept. Pages that mkdocs.yml does not name come last in the navigation.
+A link to another page becomes a link inside the site, and a link to any other file a link to the repository, whose
+address is in pyproject.toml. Pages that mkdocs.yml does not name come last in the navigation.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from mkdocs.structure.pages import Page
 REPOSITORY = Path(__file__).resolve().parents[1]
 _FRONT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")  # readme.md, ...: README.md would take the place of index.md
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
-_TEXT_OF_LINK = re.compile(r"\[([^\]]*)\]\(\x00\)")
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr):<code>~?(?:[\w.]+\.)?(\w+)</code>")
 
 
@@ -31,15 +31,19 @@ def readmes() -> dict[str, str]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Append the READMEs of recipes and plugins, and all pages that mkdocs.yml does not name, to the navigation."""
+    """Set the repository, and add to Reference the READMEs and all pages that mkdocs.yml does not name."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    config.repo_url = project["urls"]["Repository"]
+    config.repo_name = "/".join(config.repo_url.rsplit("/", 2)[1:])
     assert config.nav is not None
     named = set(_leaves(config.nav))
+    reference = config.nav[-1]["Reference"]
     for title in ("recipes", "plugins"):
-        config.nav.append({title.capitalize(): [name for name in readmes() if name.startswith(f"{title}/")]})
+        reference.append({title.capitalize(): [name for name in readmes() if name.startswith(f"{title}/")]})
     docs = Path(config.docs_dir)
     pages = [path.relative_to(docs).as_posix() for path in sorted(docs.rglob("*.md"))]
     if others := [page for page in pages if page not in named]:
-        config.nav.append({"More": others})
+        reference.append({"More": others})
     return config
 
 
@@ -59,18 +63,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite the page's links to files of the repository as links to pages of the site."""
+    """Rewrite the page's links to files as links to pages of the site or to the repository."""
     uri = page.file.src_uri
     source = readmes().get(uri, f"docs/{uri}")
+    page.edit_url = f"{config.repo_url}/edit/main/{source}"
 
     def moved(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[1]))
         there = _page_of(target)
         if files.get_file_from_path(there):
             return posixpath.relpath(there, posixpath.dirname(uri) or ".") + (match[2] or "")
-        return "\x00" if (REPOSITORY / target).exists() else match[0]
+        path = REPOSITORY / target
+        if not path.exists():
+            return match[0]
+        return f"{config.repo_url}/{'tree' if path.is_dir() else 'blob'}/main/{target}{match[2] or ''}"
 
-    return _TEXT_OF_LINK.sub(r"\1", _LINK.sub(moved, markdown))
+    return _LINK.sub(moved, markdown)
 
 
 def _page_of(source: str) -> str:
